@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 ENDS = (".", "!", "?", ":")
-PAGE = re.compile(r"docs/(\w+)\.md")
+PAGE = re.compile(r"docs/(?:(reference)/)?(\w+)\.md")
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -23,7 +23,7 @@ def sentence(text: str) -> str:
         text = text[0].upper() + text[1:]
     if text and not text.endswith(ENDS):
         text += "."
-    return PAGE.sub(r"[\1](../\1.md)", escaped(text))
+    return PAGE.sub(lambda page: f"[{page[2]}]({'' if page[1] else '../'}{page[2]}.md)", escaped(text))
 
 
 def code(text: str) -> str:

@@ -35,6 +35,18 @@ def test_a_machine_of_the_file_serves_a_workload(tmp_path: Path, capsys: pytest.
     assert "first token, p99" in capsys.readouterr().out
 
 
+def test_sessions_are_replayed_under_each_eviction_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trace, result = tmp_path / "trace", tmp_path / "json"
+    rows = [{"timestamp": 100 * number, "input_length": 600, "output_length": 3, "hash_ids": [number % 5, 9]}
+            for number in range(30)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--enable-prefix-caching",
+                 "--sessions", str(trace), "--cache-share", "0.5", "--json", str(result)]) == 0
+    found = json.loads(result.read_text())["found"]
+    assert found["hindsight"]["found"] > found["lru"]["found"] >= 0 and found.keys() > {"cost", "hinted", "predicted"}
+    assert "hindsight" in capsys.readouterr().out
+
+
 def test_a_log_is_a_machine_with_its_settings(log: Path, tmp_path: Path):
     assert main(["simulate", "--machine", str(log), *SHORT, "--set", "max_num_seqs=2", "--replicas", "2",
                  "--json", str(tmp_path / "json")]) == 0
@@ -99,6 +111,9 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "LOG", "--link-us", "2"], "--link-us is for a machine of the file"),
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--link-us", "2"], "--link-us is between ranks"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),
+    (["simulate", "--machine", "LOG", "--sessions", "agents", "--replicas", "2"], "--sessions are of one server"),
+    (["simulate", "--machine", "LOG", "--sessions", "LOG"], "line 1: not a request of a Mooncake trace"),
+    (["what-if", "LOG", "--set", "max_num_seqs=2", "--retain", "a=60"], "the eviction policy lru obeys no retention"),
     (["what-if", "LOG"], "--set NAME=VALUE"),
     (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),
     (["what-if", "LOG", "--set", "tiers=[]"], "changes no tiers"),

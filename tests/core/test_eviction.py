@@ -112,6 +112,17 @@ def test_of_sessions_that_pause_the_one_expected_last_goes_first():
     assert served(driver, "slow again", 1, 3) < 12
 
 
+def test_what_a_sub_agent_computed_goes_first_once_its_caller_goes_on():
+    """Also before what was used longer ago; and if it is continued all the same, it is kept as any other."""
+    driver = driver_of(PREDICTED, num_blocks=14)
+    served(driver, "old", 9, 3)
+    for name, token, length in (("caller", 1, 3), ("helper", 2, 3), ("caller goes on", 1, 4)):
+        served(driver, name, token, length, session="agent")
+    served(driver, "big", 3, 6)
+    assert served(driver, "old again", 9, 3) == 12
+    assert served(driver, "helper again", 2, 3, session="agent") == 0
+
+
 class Checked(Watching):
     """Checks at every eviction that nothing cached continues what goes."""
 

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +33,7 @@ from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.setting_fields import real, whole
 from slotwise.errors import printable
 from slotwise.measure.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval
+from slotwise.measure.simulate.eviction_replay import compare, working_set
 from slotwise.measure.simulate.figures import WORDS, Figures, LatencyLimits, SimulatedRequest, figures
 from slotwise.measure.simulate.machines import LINK, ModelShape, described, names, setup_of
 from slotwise.measure.simulate.recorded import read_recording
@@ -49,6 +50,7 @@ from slotwise.measure.simulate.simulator import (
 )
 from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
 from slotwise.measure.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, error_of, in_words, is_reliable, what_if
+from slotwise.measure.workload.sessions import sessions_of
 from slotwise.measure.workload.workloads import Workload
 from slotwise.observe.log_file import read_file
 from slotwise.platform.files import write_output
@@ -57,6 +59,7 @@ from slotwise.platform.terminal import duration, plain
 MS = 1000.0
 MAX_ADAPTERS = 4096
 MAX_MS = 86_400_000.0
+RETENTION = real(0.001, 86_400)
 ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_stall_ms", "enable_prefix_caching",
           "tensor_parallel_size", "pipeline_parallel_size")
 
@@ -158,6 +161,10 @@ def _shape(model: str) -> ModelShape:
 
 
 MAX_REPLICAS = 1000
+MAX_MINUTES = 1440.0
+MAX_QUEUED = 1 << 40  # requests and tokens that may wait: none is refused
+OF_SESSIONS = {"found_share": "prompt tokens found", "computed": "computed", "ttft_mean": "first token, mean",
+               "ttft_p99": "first token, p99", "session_mean": "session, mean", "session_p99": "session, p99"}
 MAX_ERROR = 8000  # bytes read of an answer that is an error
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
 LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
@@ -180,6 +187,14 @@ def _add_simulate(commands: Commands) -> None:
                          "--prefill-replicas: microseconds in which a prompt's token travels (default: 0)")
     command.add_argument("--router", choices=tuple(ROUTERS), default=None, help="as that of `slotwise scale` (default: "
                          "the server with the fewest unfinished requests, known at once)")
+    command.add_argument("--sessions", metavar="agents|prefixes|FILE", help="in place of a workload: sessions whose "
+                         "requests build on one another, drawn or of a trace in Mooncake's form, under each eviction "
+                         "policy, next to a bound from hindsight")
+    command.add_argument("--minutes", type=Number(real(0.1, MAX_MINUTES)), default=10.0, metavar="N",
+                         help="with --sessions: minutes of traffic (default: 10)")
+    command.add_argument("--cache-share", type=Number(real(0.001, 1)), default=None, metavar="SHARE", help="with "
+                         "--sessions: the share of all their different blocks that the cache holds (default: the "
+                         "machine's cache)")
     command.add_argument("--event-log", default="", metavar="FILE", help="write the simulation's event log, for "
                          "`slotwise timeline` and `slotwise explain`; of one replica")
     add_overwrite_option(command)
@@ -197,6 +212,8 @@ def _add_simulate(commands: Commands) -> None:
                          help="with --url of a router: the replica that is asked")
     command.add_argument("--request", default="", metavar="ID", help="also tell when this request would have had its "
                          "first token")
+    command.add_argument("--retain", action="append", default=[], type=_retention, metavar="SESSION=SECONDS",
+                         help="retain the prompts of a session for as long, or with * those of all; repeatable")
     add_changes_option(command)
     _add_common(command)
 
@@ -213,6 +230,14 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tpot-ms", type=Number(real(0.001, MAX_MS)), metavar="MS",
                          help="goodput: most milliseconds per token after it (default: any)")
     command.add_argument("--json", metavar="FILE", help="write the figures here")
+
+
+def _retention(text: str) -> tuple[str, float]:
+    session, _, seconds = text.rpartition("=")
+    try:
+        return session, cast("float", RETENTION.checked(float(seconds)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} does not read as SESSION=SECONDS, {RETENTION}") from None
 
 
 def _change(text: str) -> tuple[str, Any]:
@@ -240,6 +265,8 @@ def run(asked: argparse.Namespace) -> int:
         raise ValueError("--event-log is of one server: leave out --replicas, or it")
     if asked.router and asked.replicas == 1:
         raise ValueError("--router chooses among several servers: give --replicas, too")
+    if asked.sessions:
+        return _run_sessions(asked, setup, about)
     traffic = traffic_of(workload_of(asked, WORKLOAD), setup.adapters.number)
     requests = (_apart if asked.prefill_replicas else _alike)(asked, setup, traffic)
     found = figures(list(requests.values()), _objectives(asked))
@@ -247,6 +274,38 @@ def run(asked: argparse.Namespace) -> int:
     roles = {"prefill": asked.prefill_replicas, "decode": asked.decode_replicas}
     _write(asked.json, {"machine": about, "replicas": roles if asked.prefill_replicas else asked.replicas, "seed":
                         asked.seed, "settings": setup.scheduling.as_settings(), "figures": found.as_json()})
+    return 0
+
+
+def _run_sessions(asked: argparse.Namespace, setup: Setup, about: str) -> int:
+    """Replays sessions under each order of eviction."""
+    if asked.replicas > 1 or asked.prefill_replicas or asked.event_log or asked.adapters:
+        raise ValueError("--sessions are of one server: leave out --replicas, roles, --event-log and --adapters")
+    if not setup.limits.enable_prefix_caching:
+        raise ValueError("--sessions compare what a prefix cache finds, and this server has none")
+    sessions = sessions_of(asked.sessions, asked.minutes, asked.seed)
+    limits = setup.limits
+    needed = working_set(sessions, limits.block_size)
+    if asked.cache_share is not None:
+        limits = replace(limits, num_blocks=max(int(needed * asked.cache_share),
+                                                -(-limits.max_model_len // limits.block_size)))
+    longest = max(turn.num_prompt + turn.output.num_tokens for one in sessions for turn in one.turns)
+    if objection := limits.objection(longest - 1, 1):
+        raise ValueError(f"--sessions: {objection}")
+    found = compare(sessions, replace(setup, limits=limits, max_queued=(MAX_QUEUED, MAX_QUEUED)))
+    requests = sum(len(one.turns) for one in sessions)
+    table = Table(title=plain(f"simulated on {about}: {requests:,} requests of {len(sessions):,} sessions, and a cache "
+                              f"of {limits.num_blocks:,} blocks, where all have {needed:,}"),
+                  title_justify="left", header_style="bold")
+    for head in ("eviction policy", *OF_SESSIONS.values()):
+        table.add_column(head, justify="right" if table.columns else "left")
+    for name, one in found.items():
+        table.add_row(name, *(
+            "–" if figure not in one else f"{one[figure]:.2%}" if figure == "found_share" else
+            f"{one[figure]:,}" if figure == "computed" else duration(one[figure]) for figure in OF_SESSIONS))
+    Console(highlight=False).print(table)
+    _write(asked.json, {"machine": about, "seed": asked.seed, "sessions": asked.sessions, "minutes": asked.minutes,
+                        "num_blocks": limits.num_blocks, "needed_blocks": needed, "found": found})
     return 0
 
 
@@ -310,7 +369,7 @@ def run_what_if(asked: argparse.Namespace) -> int:
         raise ValueError("--replica is of a router: give its --url")
     changes = dict(asked.changes)
     answer = _asked_server(asked, changes) if asked.url else what_if(
-        read_file(asked.log), changes, _objectives(asked), asked.request)
+        read_file(asked.log), changes, _objectives(asked), asked.request, dict(asked.retain))
     console = Console(highlight=False)
     for name, found in answer["groups"].items():
         worth = answer["verdicts"][name]
@@ -318,6 +377,7 @@ def run_what_if(asked: argparse.Namespace) -> int:
         console.print(_table(name, {run.replace("_", " "): Figures(**one) for run, one in found.items()}, worth))
     console.print(plain(f"{answer['requests']} requests within {duration(answer['seconds'])}; error: replayed under "
                         "the settings in force, against measured"))
+    console.print(plain(answer["prompts_text"]))
     if (held := answer.get("held_seconds", 0.0)) > answer["seconds"]:
         console.print(plain(f"the server holds {duration(held)} of traffic: it had the time to replay the latest of "
                             "it, and no more"))
@@ -344,7 +404,8 @@ def counterfactual(found: Mapping[str, Any], changes: Sequence[tuple[str, Any]])
 
 def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the answer of a running server about its own last minutes.  Raises RuntimeError for a refusal."""
-    given = {"ttft_ms": asked.ttft_ms, "tpot_ms": asked.tpot_ms, "request_id": asked.request or None}
+    given = {"ttft_ms": asked.ttft_ms, "tpot_ms": asked.tpot_ms, "request_id": asked.request or None,
+             "retain": dict(asked.retain) or None}
     body = {"changes": changes} | {name: value for name, value in given.items() if value is not None}
     headers = {"Content-Type": "application/json"}
     if asked.api_key:

@@ -8,7 +8,8 @@ available, and the orders differ only in which goes first.
     cost       the cheapest to compute again, aged by GreedyDual-Size (Cao and Irani, 1997): rank = level + seconds,
                and the level rises to the rank of what was evicted last
     hinted     those without a claim, least recently used first; then claimed ones, the cheapest first
-    predicted  as hinted; a session claims its blocks for as long as its own past pauses predict
+    predicted  as hinted; a session claims its blocks for as long as its own past pauses predict, and what its
+               sub-agents computed goes first once it goes on
 
 Blocks are equally large, so seconds per byte are seconds per block.  They grow with the position in the prompt, because
 later tokens attend to more.
@@ -21,15 +22,16 @@ prefix goes after its continuation.  A heap of leaves takes O(log n) a block; en
                      ▲                    have gone.
                      └───── c2
 
-A claim ends at a time.  The claims of a tenant cover at most its share of the cache: if they would cover more, its
-oldest ones are dropped.
+A claim ends at a time.  The hints of a tenant cover at most its share of the cache: if they would cover more,
+the oldest are dropped.  Predictions are the server's own, and have no share.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple, Protocol
 
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
@@ -38,8 +40,11 @@ from slotwise.core.scheduler_limits import COST, HINTED, LRU, SchedulerLimits
 from slotwise.core.step_time import StepTimeModel, Work
 
 UNCLAIMED = 0.0  # the rank of a leaf without a claim
+OVER = -1.0  # the rank of a leaf that nothing is expected to continue: it goes before those without a claim
+BELOW_HINTS = 1e12  # by which ranks of predictions, in seconds, are below those of hints
 MAX_SESSIONS = 4096  # whose pauses are remembered; a new tenant's session replaces the oldest of the largest share
 MAX_SESSIONS_OF_ONE = 1024  # of a tenant
+MAX_SEQUENCES = 8  # of a session
 PAUSES = 8  # of a session that are remembered, and OF_ALL of a tenant's sessions together
 OF_ALL = 64
 FEW = 2  # pauses of a session below which its tenant's say when it returns
@@ -250,6 +255,7 @@ class Claim(NamedTuple):
     rank: float  # among claimed blocks the smallest is evicted first
     tenant: str
     is_hint: bool  # a client's; else a prediction, which a later one replaces
+    first: int = 0  # of a sequence that is over: the position of the first block that is its own
 
 
 class Cover:
@@ -292,13 +298,24 @@ class Retained(Ranked):
         leaf = self._pop_leaf(self._leaves) or self._pop_leaf(self._claimed)
         if leaf is None:
             raise IndexError("every cached block has a cached continuation")
-        self.forget(self._cached[leaf.block][0])
+        cached = self._cached[leaf.block][0]
+        claim = self._claims.get(cached)
+        self.forget(cached)
         self.remove(leaf.block)
+        if claim is not None and claim.rank == OVER and (before := cached.before) is not None:
+            self._end_before(before, leaf, claim)
         return leaf.block
+
+    def _end_before(self, before: CachedBlock, leaf: Leaf, claim: Claim) -> None:
+        """Let the block before an evicted one of a sequence that is over go next, if that sequence used it last."""
+        _, latest = self._cached.get(before.block, (None, None))
+        if (latest is not None and before.entry.position >= claim.first and before not in self._claims
+                and before not in self._continued and latest.use - leaf.use <= len(before.entry.cached)):
+            self._set_claim(before, claim)
 
     def forget(self, cached: CachedBlock) -> None:
         claim = self._claims.pop(cached, None)
-        if claim is None:
+        if claim is None or not claim.is_hint:
             return
         claims = self._of_tenant[claim.tenant]
         del claims[cached]
@@ -307,9 +324,21 @@ class Retained(Ranked):
         self._uncover(cached)
 
     def released(self, request: Request) -> None:
-        """Claim the published blocks of a request that is to be retained."""
-        if request.spec.retain:
-            request.num_retained = self._claim(request, self.now + request.spec.retain, None)
+        """Claim the published blocks of a request that is to be retained, as far as its tenant's share goes."""
+        if not (seconds := request.spec.retain):
+            return
+        tenant, until = request.spec.slo.tenant, self.now + seconds
+        end = min(request.block_hashes.length, self._most)
+        for cached in self._last_blocks(request, end):
+            known = self._claims.get(cached)
+            if known is None or not known.is_hint or known.until <= until:
+                self._set_claim(cached, Claim(until, self._price.of(cached), tenant, is_hint=True))
+                claims = self._of_tenant.setdefault(tenant, OrderedDict())
+                claims[cached] = None
+                self._cover(cached, tenant)
+                while self._num_covered[tenant] > self._most and len(claims) > 1:
+                    self._unclaim(next(iter(claims)))
+            request.num_retained = end * self._price.block_size
 
     def _rank(self, cached: CachedBlock) -> float:
         return UNCLAIMED  # so the least recently used goes first
@@ -323,37 +352,25 @@ class Retained(Ranked):
     def _push(self, block: int) -> None:
         cached, leaf = self._cached[block]
         claim = self._claims.get(cached)
-        if claim is None:
-            self._push_leaf(self._leaves, leaf)
+        if claim is None or claim.rank == OVER:
+            self._push_leaf(self._leaves, leaf if claim is None else leaf._replace(rank=OVER))
         else:
             self._push_leaf(self._claimed, leaf._replace(rank=claim.rank))
 
-    def _claim(self, request: Request, until: float, rank: float | None) -> int:
-        """Claim the published blocks of `request`, as far as its tenant's share goes.  Returns how many of its tokens.
+    def _last_blocks(self, request: Request, length: int) -> list[CachedBlock]:
+        """Returns, of each cache group, the last of the first `length` published blocks of `request`."""
+        entry = self._prefix.published(request.block_hashes, length)
+        return [] if entry is None else [cached for cached in entry.cached if cached.block != NOWHERE]
 
-        Args:
-            rank: of a prediction's claims; None: a hint's rank by the price of the last block.
-        """
-        tenant, end = request.spec.slo.tenant, min(request.block_hashes.length, self._most)
-        entry = self._prefix.published(request.block_hashes, end)
-        if entry is None:
-            return 0
-        for cached in entry.cached:
-            known = self._claims.get(cached)
-            if cached.block == NOWHERE or (
-                    known is not None and known.is_hint and (rank is not None or known.until > until)):
-                continue
-            self.forget(cached)
-            self._claims[cached] = Claim(
-                until, self._price.of(cached) if rank is None else rank, tenant, is_hint=rank is None)
-            claims = self._of_tenant.setdefault(tenant, OrderedDict())
-            claims[cached] = None
-            self._cover(cached, tenant)
-            self._add_end(until, cached)
-            self._push_again(cached)
-            while self._num_covered[tenant] > self._most and len(claims) > 1:
-                self._unclaim(next(iter(claims)))
-        return end * self._price.block_size
+    def _set_claim(self, cached: CachedBlock, claim: Claim) -> None:
+        self.forget(cached)
+        self._claims[cached] = claim
+        self._uses += 1
+        heappush(self._ends, (claim.until, self._uses, cached))
+        if len(self._ends) > 2 * len(self._claims) + STALE:
+            self._ends = list(filter(self._is_end, self._ends))
+            heapify(self._ends)
+        self._push_again(cached)
 
     def _cover(self, cached: CachedBlock, tenant: str) -> None:
         """Count a claim on `cached`, and cover the blocks before it that were not."""
@@ -391,26 +408,45 @@ class Retained(Ranked):
         if cached.block in self._cached and self._cached[cached.block][0] is cached and cached not in self._continued:
             self._push(cached.block)
 
-    def _add_end(self, until: float, cached: CachedBlock) -> None:
-        self._uses += 1
-        heappush(self._ends, (until, self._uses, cached))
-        if len(self._ends) > 2 * len(self._claims) + STALE:
-            self._ends = list(filter(self._is_end, self._ends))
-            heapify(self._ends)
-
     def _is_end(self, end: tuple[float, int, CachedBlock]) -> bool:
         claim = self._claims.get(end[2])
         return claim is not None and claim.until == end[0]
 
 
-class Session:
-    """What is known of a session: when its last request ended, and its pauses before the ones that followed."""
+class Suspended(NamedTuple):
+    """Requests of a session, each of which continued the one before."""
 
-    __slots__ = ("ended_at", "pauses")
+    tails: tuple[Entry, ...]  # the last blocks of the latest prompt, and of its output
+    first: int  # blocks before the first of its own
+
+
+class Session:
+    """What is known of a session: when its last request ended, and its pauses before the ones that followed.
+
+    A sub-agent's requests do not continue those of its caller, who waits meanwhile.  So the sequences of a session form
+    a stack, and when one goes on, those above it are over.
+    """
+
+    __slots__ = ("ended_at", "pauses", "sequences")
 
     def __init__(self) -> None:
         self.ended_at = -1.0  # seconds; negative: a request of it runs
         self.pauses: deque[float] = deque(maxlen=PAUSES)
+        self.sequences: list[Suspended] = []
+
+    def resume(self, found: Sequence[Entry]) -> list[Suspended]:
+        """Removes and returns the sequence that a request with this cached prefix continues, and those above it."""
+        for depth in reversed(range(len(self.sequences))):
+            if any(tail.position < len(found) and found[tail.position] is tail
+                   for tail in self.sequences[depth].tails):
+                resumed = self.sequences[depth:]
+                del self.sequences[depth:]
+                return resumed
+        return []
+
+    def suspend(self, sequence: Suspended) -> None:
+        self.sequences.append(sequence)
+        del self.sequences[:-MAX_SEQUENCES]
 
 
 class Sessions:
@@ -441,6 +477,10 @@ FADED = 0.98  # weight of a tenant's earlier ends, at each
 class PredictedReturns(Retained):
     """Evicts blocks of sessions last that are expected back, and of these the one expected last first.
 
+    The longer a pause has lasted, the longer it is to last: pauses of tools and persons have heavy tails.  Where they
+    are Lomax-distributed, what is left of one is proportional to its age plus a scale, here the session's median pause.
+    So the first to go is the one with the earliest release, less that median.
+
     A session is named by its requests (`RequestSpec.session`), or known by its prefix: the last block of the prompt or
     of the output of the request before.
     """
@@ -451,6 +491,7 @@ class PredictedReturns(Retained):
         self._num_sessions = 0
         self._tails: OrderedDict[int, tuple[str, str | int]] = OrderedDict()  # by number of an entry
         self._of_request: dict[int, str | int] = {}  # of requests with blocks
+        self._firsts: dict[int, int] = {}  # of these: blocks that its sequence shares with others
         self._unnamed = 0
 
     def admitted(self, request: Request, found: Sequence[Entry]) -> None:
@@ -458,6 +499,12 @@ class PredictedReturns(Retained):
         self._of_request[request.request_id] = name
         sessions = self._tenants.get(spec.slo.tenant)
         session = sessions.known.get(name) if sessions is not None else None
+        firsts = self._firsts
+        firsts[request.request_id] = len(found)
+        if session is not None and (resumed := session.resume(found)):
+            firsts[request.request_id] = resumed[0].first
+            for sequence in resumed[1:]:
+                self._end_sequence(sequence)
         if sessions is not None and request.state is State.PREEMPTED:
             sessions.num_ended -= 1  # it had not ended
         elif sessions is not None and session is not None and session.ended_at >= 0:
@@ -477,14 +524,20 @@ class PredictedReturns(Retained):
         session.ended_at = self.now
         sessions.num_ended = sessions.num_ended * FADED + 1
         sessions.num_returned *= FADED
-        for number in self._tail_numbers(request):
-            self._tails[number] = tenant, name
-            self._tails.move_to_end(number)
+        tails = self._tails_of(request)
+        session.suspend(Suspended(tails, self._firsts.pop(request.request_id, 0)))
+        for tail in tails if isinstance(name, int) else ():
+            self._tails[tail.number] = tenant, name
+            self._tails.move_to_end(tail.number)
         while len(self._tails) > 2 * MAX_SESSIONS:
             self._tails.popitem(last=False)
         held, expected = sessions.held_for(session)
         if held > 0:
-            self._claim(request, self.now + held, -(self.now + expected))
+            claim = Claim(self.now + held, self.now - expected - BELOW_HINTS, tenant, is_hint=False)
+            for cached in self._last_blocks(request, request.block_hashes.length):
+                known = self._claims.get(cached)
+                if known is None or not known.is_hint:
+                    self._set_claim(cached, claim)
 
     def _name(self, request: Request, found: Sequence[Entry]) -> str | int:
         if request.spec.session:
@@ -495,12 +548,26 @@ class PredictedReturns(Retained):
         self._unnamed += 1
         return self._unnamed
 
-    def _tail_numbers(self, request: Request) -> Iterator[int]:
-        """Yields the numbers of the entries that end its prompt, and all of its published tokens."""
+    def _tails_of(self, request: Request) -> tuple[Entry, ...]:
+        """Returns the entries that end its prompt, and all of its published tokens."""
         length = request.block_hashes.length
-        for end in {min(length, request.num_prompt // self._price.block_size), length}:
-            if (entry := self._prefix.published(request.block_hashes, end)) is not None:
-                yield entry.number
+        ends = {min(length, request.num_prompt // self._price.block_size), length}
+        found = [self._prefix.published(request.block_hashes, end) for end in sorted(ends)]
+        return tuple([entry for entry in found if entry is not None])
+
+    def _end_sequence(self, sequence: Suspended) -> None:
+        """Evict the blocks of a sequence first: its session goes on without it."""
+        for tail in sequence.tails[-1:]:
+            for cached in tail.cached:
+                known = self._claims.get(cached)
+                if cached.block != NOWHERE and (known is None or not known.is_hint):
+                    self._set_claim(cached, Claim(inf, OVER, "", is_hint=False, first=sequence.first))
+
+    def add(self, block: int) -> None:
+        cached = self._prefix.content(block)
+        if (claim := self._claims.get(cached)) is not None and claim.rank == OVER:
+            self.forget(cached)  # it was continued all the same
+        super().add(block)
 
     def _sessions(self, tenant: str) -> Sessions:
         sessions = self._tenants.get(tenant)

@@ -279,6 +279,7 @@ class RequestEnd(NamedTuple):
     reason: str
     num_output: int  # tokens
     message: str = ""
+    num_retained: int = 0  # tokens whose blocks its retention claims from here on
 
 
 class Inputs(NamedTuple):

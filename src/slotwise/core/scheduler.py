@@ -942,7 +942,8 @@ class Scheduler:
         request.reason = reason
         request.epoch += 1
         self._forget(request)
-        self.ended.append(RequestEnd(request.request_id, reason, request.num_output, message))
+        self.ended.append(
+            RequestEnd(request.request_id, reason, request.num_output, message, request.num_retained))
         self._drafting.finished(request)
 
     def _reject(self, request: Request, objection: str, now: float) -> None:

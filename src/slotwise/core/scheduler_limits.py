@@ -59,6 +59,7 @@ PRESSURES = (RECOMPUTE, ERROR)
 CACHE = "cache"  # a heading
 LRU, COST, HINTED, PREDICTED = "lru", "cost", "hinted", "predicted"  # orders of eviction (`core/eviction.py`)
 EVICTION_POLICIES = (LRU, COST, HINTED, PREDICTED)
+OBEYING = (HINTED, PREDICTED)  # those that obey retention
 
 SLOTS = 1 << 16
 TOKENS = 1 << 24  # of a sequence or a step

@@ -88,6 +88,10 @@ def check_format(line: bytes | str) -> None:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
+PIECE = 256  # tokens
+MAX_PIECES = 1024  # of a prompt; those behind are told from all others
+
+
 class _Entry(msgspec.Struct, tag_field="kind", omit_defaults=True, gc=False):
     """Fields at their defaults are not written."""
 
@@ -116,6 +120,7 @@ class RequestEntry(_Entry, tag="request"):
     ns: Ns  # sent to the engine
     num_prompt: Number
     add: Add  # as it was sent, in a file; a stream has `RequestSpec.public`
+    pieces: tuple[int, ...] = ()  # in the ring, which has no prompts: a digest for each PIECE tokens, up to its end
 
     @property
     def number(self) -> int:

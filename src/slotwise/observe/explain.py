@@ -109,6 +109,7 @@ class Explanation(NamedTuple):
             "prompt_tokens": timeline.request.num_prompt, "cached_tokens": self.num_cached,
             "completion_tokens": timeline.num_output, "preemptions": self.num_preemptions,
             "draft_tokens": self.num_drafts, "accepted_draft_tokens": self.num_accepted,
+            "retained_tokens": timeline.num_retained,
             "total_ms": round(self.total_ns * MS, 6), "sentence": sentence(self),
             "parts": [share.as_json() for share in self.shares]}
 

@@ -75,9 +75,14 @@ def _what(explanation: Explanation, share: Share) -> str:
 
 
 def _more(explanation: Explanation) -> str:
-    if not explanation.num_drafts:
-        return ""
-    return f" {explanation.num_accepted} of {_tokens(explanation.num_drafts, 'draft')} were right."
+    more, timeline = "", explanation.timeline
+    if explanation.num_drafts:
+        more += f" {explanation.num_accepted} of {_tokens(explanation.num_drafts, 'draft')} were right."
+    if (asked := timeline.request.spec.retain) and timeline.over_at >= 0:
+        more += (f" It asked to be kept in the cache for {asked:,.0f} s: {_tokens(timeline.num_retained)} of it are, "
+                 "unless running requests need the blocks." if timeline.num_retained else
+                 f" It asked to be kept in the cache for {asked:,.0f} s, and is not.")
+    return more
 
 
 def _tokens(count: int, what: str = "token") -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
+from hashlib import blake2b
+from secrets import token_bytes
 from typing import Protocol
 
 from slotwise.core.record import StepRecord
+from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, Observer
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.ring import Ring
 from slotwise.version import __version__
+
+DIGEST, KEY = 6, 32  # bytes
 
 
 class File(Protocol):
@@ -43,6 +49,12 @@ class Recorder(Observer):
         self._file: File | None = None
         self._readers: list[Reader] = []
         self._run: event_log.Run | None = None
+        self._key = token_bytes(KEY)
+
+    @property
+    def keeps_pieces(self) -> bool:
+        """Whether prompts can be found again, so that a replay of the ring has to know which begin alike."""
+        return self._run is not None and self._run.limits.enable_prefix_caching
 
     def write_to(self, file: File) -> None:
         """Also writes to `file` from now on, prompts included."""
@@ -95,8 +107,19 @@ class Recorder(Observer):
         entry = event_log.RequestEntry(now_ns, len(request.spec.prompt), request)
         if self._file is not None:
             self._file.write(line_of(entry))
-        entry = entry.replace_spec(request.spec.without_texts())
+        pieces = self._pieces(request.spec) if self.keeps_pieces else ()
+        entry = event_log.RequestEntry(
+            now_ns, entry.num_prompt, Add(entry.number, request.spec.without_texts(), entry.timing, entry.id), pieces)
         self._show(entry, line_of(entry))
+
+    def _pieces(self, spec: RequestSpec) -> tuple[int, ...]:
+        """Returns a digest of the prompt up to the end of each piece, under a key that no log contains."""
+        size = event_log.PIECE
+        running, found = blake2b(spec.salt.encode(), digest_size=DIGEST, key=self._key), []
+        for end in range(size, min(len(spec.prompt), event_log.MAX_PIECES * size) + 1, size):
+            running.update(array("q", spec.prompt[end - size : end]).tobytes())
+            found.append(int.from_bytes(running.digest()))
+        return tuple(found)
 
     def _write(self, entry: Entry) -> None:
         line = line_of(entry)

@@ -75,6 +75,7 @@ class RequestTimeline(msgspec.Struct, gc=False):
     num_preemptions: int = 0
     num_published: int = 0  # tokens
     num_at_end: int = 0  # tokens, by the engine
+    num_retained: int = 0  # tokens that its retention keeps in the cache, as of its end
     reason: str = STEP_UNDER_WAY  # why it waits or has no row; empty if it has one
     attributed_ns: int = 0  # the waiting before is attributed
 
@@ -200,6 +201,7 @@ class RequestTimeline(msgspec.Struct, gc=False):
     def end(self, end: RequestEnd, now_ns: int, position: int) -> None:
         """The engine ended it."""
         self.num_at_end, self.message, self.over_at = end.num_output, end.message, position
+        self.num_retained = end.num_retained
         if not self.ended:
             self.end_reason, self.ended_ns = end.reason, now_ns
         self.slot = NO_SLOT

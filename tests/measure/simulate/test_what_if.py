@@ -89,7 +89,8 @@ def test_durations_are_said_as_a_person_says_them(seconds: float, said: str) -> 
 def asked(entries: list[Entry], seconds: float, changes: dict[str, Any]) -> tuple[Any, str, float]:
     """Returns the end of a server's question that has this many seconds."""
     now = time.monotonic()
-    return CALLS["what_if"](b"".join(map(line_of, entries)), changes, None, None, "", now + seconds / 2, now + seconds)
+    return CALLS["what_if"](b"".join(map(line_of, entries)), changes, None, None, "", {}, now + seconds / 2,
+                               now + seconds)
 
 
 def test_a_servers_question_ends_in_time_with_an_estimate(entries: list[Entry]) -> None:

@@ -60,7 +60,8 @@ class TenantFilter:
         spec = entry.spec
         if not self._tenant or spec.salt.partition(":")[0] == self._tenant:
             self._own.add(entry.number)
-            return entry.replace_spec(spec.public()) if spec.salt or spec.slo.tenant else entry
+            is_public = not (spec.salt or spec.slo.tenant or spec.session or entry.pieces)
+            return entry if is_public else entry.replace_spec(spec.public())
         hidden = RequestSpec((), SamplingSpec(max_tokens=spec.params.max_tokens))
         return event_log.RequestEntry(entry.ns, entry.num_prompt, Add(entry.number, hidden, entry.timing))
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slotwise.api.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
+from slotwise.api.anthropic.messages_protocol import LONG, CountTokensRequest, MessagesRequest
 from slotwise.api.generate.choice import Choice, parts_of
 from slotwise.api.generate.context import Api
 from slotwise.api.generate.generate import Job, ValidatedRequest, respond
@@ -53,10 +53,16 @@ def stop_fields(finish_reason: str | None, stop_reason: str | int | None) -> Jso
     return {"stop_reason": STOP_REASONS.get(finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int) -> Json:
-    """Token counts.  As Anthropic counts them, `input_tokens` are those that were not found in the cache."""
-    return {"input_tokens": num_prompt - num_cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached, "output_tokens": num_output}
+def usage(num_prompt: int, num_output: int, num_cached: int, num_written: int = 0, ttl: str = "5m") -> Json:
+    """Token counts.  As Anthropic counts them, `input_tokens` were neither found in the cache nor written to it.
+
+    Args:
+        num_written: prompt tokens that are retained and were not found.
+    """
+    return {"input_tokens": num_prompt - num_cached - num_written, "cache_creation_input_tokens": num_written,
+            "cache_read_input_tokens": num_cached, "output_tokens": num_output,
+            "cache_creation": {"ephemeral_5m_input_tokens": num_written if ttl == "5m" else 0,
+                               "ephemeral_1h_input_tokens": num_written if ttl == LONG else 0}}
 
 
 class MessageBlocks:
@@ -276,7 +282,9 @@ def _heading(job: Job) -> dict[str, Any]:
 
 
 def _usage(job: Job, choice: Choice) -> dict[str, Any]:
-    return usage(len(job.prompts[0]), choice.num_tokens, choice.num_cached)
+    ttl = getattr(job.request, "prompt_cache_retention", None) or ""
+    return usage(len(job.prompts[0]), choice.num_tokens, choice.num_cached,
+                 job.num_written(choice.num_cached) if ttl else 0, ttl)
 
 
 def _check_end(finish_reason: str | None) -> None:

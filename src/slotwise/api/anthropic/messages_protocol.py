@@ -38,6 +38,9 @@ StopSequences = Annotated[list[Stop], msgspec.Meta(max_length=64)]
 MEDIA = {"image": "images", "document": "documents", "container_upload": "files"}
 TIERS = {"standard_only": "default"}  # Anthropic's names of tiers, and OpenAI's
 
+MAX_SESSION = 512  # characters of a user_id that name the session, too, as those of Claude Code do
+LONG: Literal["1h"] = "1h"  # a `ttl` of cache_control; any other is the default, 5m
+
 TOOL = ("type", "name", "description", "input_schema", "strict")  # keys of a tool
 NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
     "cache_control": ANY, "eager_input_streaming": (False, True), "defer_loading": (False,), "input_examples": ([],),
@@ -45,7 +48,7 @@ NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
 
 
 class MessagesMetadata(msgspec.Struct):
-    user_id: str | None = None  # the tenant, where the server has no keys
+    user_id: str | None = None  # the session, and the tenant where the server has no keys
 
 
 class Thinking(msgspec.Struct):
@@ -76,7 +79,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None  # turns reasoning on or off, where the template can; by default it decides
     output_config: OutputConfig | None = None  # `effort`, the template's `reasoning_effort`, and `format`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
-    cache_control: dict[str, Any] | None = None  # changes nothing: every prompt is looked up in the cache
+    cache_control: dict[str, Any] | None = None  # a hint: its prompt stays cached for the `ttl`, 5m or 1h
     speed: Literal["standard"] | None = None  # changes nothing
     container: Any = None  # not supported
     context_management: Any = None  # nothing is cleared
@@ -90,6 +93,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         messages = messages_of(self.system, self.messages)
         continues = messages[-1]["role"] == "assistant" if messages else False
         chat = ChatRequest(messages=messages, model=self.model, chat_template_kwargs=self.chat_template_kwargs)
+        chat.prompt_cache_retention = cache_control_of(self)
         if continues:
             chat.continue_final_message = True
         if self.tools:
@@ -110,7 +114,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Temperature | None = None  # divides the logits; by default the model's own
     top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     top_k: TopK | None = None  # keep the k most probable tokens
-    metadata: MessagesMetadata | None = None  # `user_id`: the tenant, where the server has no keys
+    metadata: MessagesMetadata | None = None  # `user_id`: the session, and the tenant where the server has no keys
     service_tier: str | None = None  # `auto`, `standard_only`, or one of the server's own: docs/tiers.md
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
     seed: Seed | None = None  # the same seed gives the same answer
@@ -119,15 +123,17 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+    retain: Seconds | None = None  # seconds for which its prompt stays cached, or X-Retain: docs/reference/eviction.md
     kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
 
     def as_chat(self) -> ChatRequest:
         chat = super().as_chat()
         for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority",
-                     "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "kv_transfer_params"):
+                     "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "kv_transfer_params", "retain"):
             setattr(chat, name, getattr(self, name))
         chat.stop = self.stop_sequences or None
         chat.user = self.metadata.user_id if self.metadata else None
+        chat.session_id = chat.user[:MAX_SESSION] if chat.user else None
         chat.service_tier = TIERS.get(self.service_tier or "", self.service_tier)
         return chat
 
@@ -159,6 +165,17 @@ def _function(index: int, tool: Json) -> Json:
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"],
                 "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def cache_control_of(request: CountTokensRequest) -> Literal["5m", "1h"] | None:
+    """The longest retention that any part of the prompt asks for; the whole prompt is retained for it."""
+    parts: list[object] = [{"cache_control": request.cache_control}, *(request.tools or ())]
+    for content in (request.system, *[message.get("content") for message in request.messages]):
+        parts += content if isinstance(content, list) else []
+    asked = [part["cache_control"] for part in parts if isinstance(part, dict) and part.get("cache_control")]
+    if not asked:
+        return None
+    return LONG if any(isinstance(one, dict) and one.get("ttl") == LONG for one in asked) else "5m"
 
 
 # -- content blocks ------------------------------------------------------------------------------------------------

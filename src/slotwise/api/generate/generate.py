@@ -40,7 +40,7 @@ from slotwise.api.protocol.protocol import Generate
 from slotwise.core.params import InvalidParams, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.routing.prompt import PIECE, read
-from slotwise.core.scheduler_limits import SLO
+from slotwise.core.scheduler_limits import HINTED, OBEYING, SLO
 from slotwise.core.speculation.speculation_settings import NONE
 from slotwise.engine.generation import AT_THE_END
 from slotwise.engine.messages import UNSUBMITTED, Add, Timing
@@ -49,6 +49,9 @@ from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.stop_strings import Continuation, VisibleTokens
 
 PREFIX = b"x-slotwise-prefix"  # header in which a router names the pieces of a prompt
+SESSION_HEADER, RETAIN_HEADER = b"x-session-id", b"x-retain"
+MAX_SESSION = 512  # characters of a session's name
+SHORTEST, LONGEST = 0.001, 86_400.0  # seconds of a retention
 
 Renderer = Callable[[Api, HttpExchange, "Job", list[Choice]], Awaitable[None]]
 """Reads the choices of a request, and sends the response.  Raises ApiError: the engine could not finish it."""
@@ -90,9 +93,14 @@ class ValidatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Job(ValidatedRequest):
-    """A request that is ready to start."""
+    """A request that is ready to start.
+
+    Attributes:
+        num_retained: tokens that the retention of a prompt covers at most.
+    """
 
     heading: Heading = field(kw_only=True)
+    num_retained: int = 0
 
     @property
     def params(self) -> SamplingSpec:
@@ -110,6 +118,10 @@ class Job(ValidatedRequest):
     def echo_of(self, index: int) -> str:
         """The text before the output of choice `index`."""
         return self.echo.texts[self.place(index)] if self.echo.texts else ""
+
+    def num_written(self, num_cached: int) -> int:
+        """Tokens of the first prompt that are retained and were not among the `num_cached` found in the cache."""
+        return max(0, self.num_retained - num_cached)
 
     def place(self, index: int) -> int:
         """Which of the prompts choice `index` continues."""
@@ -194,18 +206,65 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
                      is_trusted=has_secret(exchange.scope["headers"], api.settings.kv_transfer_secret))
     spec = replace(spec, salt=salt, kv=kv, prediction=await _prediction(api, exchange, request),
                    queue_timeout=_queue_timeout(api, spec))
+    spec, num_retained = _retention(api, exchange, request, replace(spec, session=session_of(exchange, spec)),
+                                    validated.prompts[0])
     with api.engine.models.held(request.model) as adapter:
         name = api.settings.served_model_name
         if adapter is not None:
             name, spec = adapter.name, replace(spec, adapter=adapter.number, adapter_name=adapter.name)
         await answer(api, exchange, Job(
             request, validated.prompts, spec, validated.render, validated.echo, validated.is_silent, validated.parsing,
-            validated.shares_prefix, heading=Heading.now(shape, exchange.request_id, name, tier)))
+            validated.shares_prefix, heading=Heading.now(shape, exchange.request_id, name, tier),
+            num_retained=num_retained))
 
 
 def _queue_timeout(api: Api, spec: RequestSpec) -> float:
     """The smaller of the client's limit and the server's, in seconds; 0: none."""
     return min([bound for bound in (spec.queue_timeout, api.settings.queue_timeout) if bound], default=0.0)
+
+
+def session_of(exchange: HttpExchange, spec: RequestSpec) -> str:
+    """The name of a request's session: its header's, or else its body's."""
+    return dict(exchange.scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1")[:MAX_SESSION] or spec.session
+
+
+def _retention(
+    api: Api, exchange: HttpExchange, request: Generate, spec: RequestSpec, prompt: Sequence[int],
+) -> tuple[RequestSpec, int]:
+    """The request with what its header X-Retain says, and how many tokens of `prompt` its retention covers.
+
+    Hints of other protocols are obeyed as far as the server can.
+
+    Raises:
+        ApiError: `retain`, in the body or the header, cannot be obeyed.
+    """
+    header = dict(exchange.scope["headers"]).get(RETAIN_HEADER)
+    if header is not None:
+        try:
+            retain = float(header)
+        except ValueError:
+            retain = 0.0
+        if not SHORTEST <= retain <= LONGEST:
+            raise bad_request(f"X-Retain: must be a number of seconds from {SHORTEST:g} to {LONGEST:g}", "retain")
+        spec = replace(spec, retain=retain)
+    if not spec.retain:
+        return spec, 0
+    limits, scheduling = api.engine.client.info.limits, api.engine.client.scheduling
+    most = int(limits.num_blocks * scheduling.tenant_cache_share)
+    num_blocks = len(prompt) // limits.block_size
+    objection = ""
+    if not limits.enable_prefix_caching:
+        objection = "this server has no prefix cache; start it with --enable-prefix-caching"
+    elif scheduling.eviction_policy not in OBEYING:
+        objection = (f"the eviction policy {scheduling.eviction_policy} obeys no retention; set --eviction-policy "
+                     f"{HINTED}")
+    elif num_blocks > most:
+        objection = (f"the prompt has {num_blocks} full blocks of {limits.block_size} tokens, and a tenant may retain "
+                     f"{most}; set a larger --tenant-cache-share")
+    if objection and (header is not None or request.retain is not None):
+        raise bad_request(f"retain: {objection}", "retain", "retention_not_available")
+    is_obeyed = limits.enable_prefix_caching and scheduling.eviction_policy in OBEYING
+    return spec, min(num_blocks, most) * limits.block_size if is_obeyed else 0
 
 
 async def _prediction(api: Api, exchange: HttpExchange, request: Generate) -> tuple[int, ...]:

@@ -109,7 +109,8 @@ class WhatIf:
     async def _replay(self, request: WhatIfRequest, size: int, asked_at: float, wanted: float) -> _LogPart:
         """Replays the latest `size` bytes of the ring."""
         limits = [None if one is None else one / MS for one in (request.ttft_ms, request.tpot_ms)]
-        question = (request.changes, *limits, request.request_id or "", asked_at + wanted, asked_at + ENDS)
+        question = (request.changes, *limits, request.request_id or "", request.retain or {}, asked_at + wanted,
+                    asked_at + ENDS)
         return _LogPart(*await self._worker.call("", "what_if", lambda: question, lambda: self._ring.pieces(size)))
 
     def close(self) -> None:

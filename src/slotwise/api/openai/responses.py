@@ -351,7 +351,9 @@ class _Output:
     def _usage(self) -> Json:
         num_prompt, num_output = len(self._job.prompts[0]), self.choice.num_tokens
         return {"input_tokens": num_prompt, "output_tokens": num_output, "total_tokens": num_prompt + num_output,
-                "input_tokens_details": {"cached_tokens": self.choice.num_cached, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": self.choice.num_cached,
+                    "cache_write_tokens": self._job.num_written(self.choice.num_cached)},
                 "output_tokens_details": {"reasoning_tokens": self._reasoned}}
 
     def _count(self, delta: Delta, parts: Iterable[Part]) -> None:

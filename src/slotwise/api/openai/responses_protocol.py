@@ -13,6 +13,7 @@ import msgspec
 
 from slotwise.api.http.api_errors import bad_request
 from slotwise.api.protocol.protocol import (
+    CacheRetention,
     ChatRequest,
     Effort,
     Hint,
@@ -78,7 +79,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
     user: User | None = None  # the tenant, where the server has no keys
     safety_identifier: Hint | None = None  # changes nothing
-    prompt_cache_key: Hint | None = None  # changes nothing: every prompt is looked up in the cache
+    prompt_cache_key: Hint | None = None  # names its session
+    prompt_cache_retention: CacheRetention | None = None  # a hint of how long its prompt stays cached
+    retain: Seconds | None = None  # seconds for which its prompt stays cached, or X-Retain: docs/reference/eviction.md
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
     top_k: TopK | None = None  # keep the k most probable tokens
     seed: Seed | None = None  # the same seed gives the same answer
@@ -97,7 +100,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     moderation: Any = None  # not supported
     prompt: Any = None  # not supported
     prompt_cache_options: Any = None  # not supported
-    prompt_cache_retention: Any = None  # not supported
     top_logprobs: Any = None  # not supported
     truncation: Any = None  # not supported: an input that is too long is refused
 
@@ -126,7 +128,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         chat = ChatRequest(messages=[*system, *before, *messages_of(self.input)], max_tokens=self.max_output_tokens)
         for name in ("model", "stream", "temperature", "top_p", "service_tier", "user", "request_id", "top_k", "seed",
                      "priority", "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "chat_template_kwargs",
-                     "parallel_tool_calls", "kv_transfer_params"):
+                     "parallel_tool_calls", "kv_transfer_params", "prompt_cache_key", "prompt_cache_retention",
+                     "retain"):
             setattr(chat, name, getattr(self, name))
         chat.reasoning_effort = self.reasoning.effort if self.reasoning else None
         chat.tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())] or None

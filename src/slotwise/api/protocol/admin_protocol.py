@@ -8,10 +8,11 @@ import msgspec
 
 from slotwise.api.http.api_errors import bad_request
 from slotwise.api.protocol import decoding
-from slotwise.api.protocol.protocol import ChatRequest, Int, Milliseconds, TemplateSource
+from slotwise.api.protocol.protocol import ChatRequest, Hint, Int, Milliseconds, Seconds, TemplateSource
 
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+MAX_RETENTIONS = 64
 OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 
 
@@ -45,6 +46,9 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[Int]  # ids of the vocabulary
 
 
+Retentions = Annotated[dict[Hint, Seconds], msgspec.Meta(max_length=MAX_RETENTIONS)]
+
+
 class WhatIfRequest(msgspec.Struct, kw_only=True):
     """Settings under which the last minutes are replayed, and what the answer contains."""
 
@@ -52,6 +56,7 @@ class WhatIfRequest(msgspec.Struct, kw_only=True):
     ttft_ms: Milliseconds | None = None  # goodput: most milliseconds to the first token; by default any
     tpot_ms: Milliseconds | None = None  # goodput: most milliseconds per token after it; by default any
     request_id: str | None = None  # also tell when this request would have had its first and its last token
+    retain: Retentions | None = None  # by session, or "*" for all: seconds for which its prompts would stay cached
 
 
 class LoadModelRequest(msgspec.Struct, kw_only=True):

@@ -63,6 +63,8 @@ Hint = Annotated[str, msgspec.Meta(max_length=512)]
 TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_FIELD)]
 KeptTokens = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
+CacheRetention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]
+RETENTIONS = {"5m": 300.0, "1h": 3600.0, "24h": 86_400.0}  # seconds; the others stand for the server's own order
 SWITCHES = ("enable_thinking", "thinking")  # templates' variables that turn reasoning on or off
 EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")  # those that say how much a model reasons
 MODES = ("thinking_mode", "thinking_option")  # those that turn reasoning on or off by a word
@@ -133,7 +135,7 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
     stream_options: StreamOptions | None = None  # only with `stream`
     stream_interval: OneOrMore | None = None  # tokens of each event after the first, if more than the server's
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
-    session_id: Hint | None = None  # changes nothing
+    session_id: Hint | None = None  # its conversation's or agent's name, as the header X-Session-Id
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
     priority: Priority | None = None  # of the policy `priority`: lower is earlier; None: its tier's
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
@@ -141,6 +143,7 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
     user: User | None = None  # the tenant, where the server has no keys
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+    retain: Seconds | None = None  # seconds for which its prompt stays cached, or X-Retain: docs/reference/eviction.md
     best_of: OneOrMore | None = None  # nothing but the value of `n`
     max_tokens: NoneOrMore | None = None  # most output tokens; None: what fits; 0: only with echo or prompt_logprobs
     stop: Stop | list[Stop] | None = None  # texts before which the output ends; they may spell special tokens
@@ -219,7 +222,10 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
 
     def spec(self, params: SamplingSpec, slo: SLO, pooling: PoolingSpec | None = None) -> RequestSpec:
         """What these fields say of each choice; the pipeline adds who asks, and what needs tokenizer or engine."""
-        return RequestSpec((), params, slo=slo, pooling=pooling, queue_timeout=self.queue_timeout or 0.0)
+        hint = RETENTIONS.get(getattr(self, "prompt_cache_retention", None) or "", 0.0)
+        return RequestSpec(
+            (), params, slo=slo, pooling=pooling, queue_timeout=self.queue_timeout or 0.0,
+            session=self.session_id or getattr(self, "prompt_cache_key", None) or "", retain=self.retain or hint)
 
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, others: Mapping[str, Any],
@@ -271,7 +277,8 @@ class ChatRequest(Generate, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None  # `auto`, `none`, `required`, or a function to call: docs/tools.md
     parallel_tool_calls: bool | None = None  # false: an answer has one call at most
     include_reasoning: bool | None = None  # false: reasoning is left out of the response
-    prompt_cache_key: Hint | None = None  # changes nothing: every prompt is looked up in the cache
+    prompt_cache_key: Hint | None = None  # names its session, where session_id does not
+    prompt_cache_retention: CacheRetention | None = None  # a hint of how long its prompt stays cached
     safety_identifier: Hint | None = None  # changes nothing
     functions: Any = None
     function_call: Any = None
@@ -282,7 +289,6 @@ class ChatRequest(Generate, kw_only=True):
     mm_processor_kwargs: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     store: Any = None
     verbosity: Any = None
 

@@ -22,7 +22,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # in addition to null
     "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
     "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
-    "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
+    "prompt_cache_options": ({},), "store": (False,),
     "verbosity": ("medium",), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,),
     "generate_summary": ("auto",), "mcp_servers": ([],),
     "padding": ("do_not_pad",), "embed_dtype": ("float32",), "endianness": ("native", "little"),

@@ -45,6 +45,14 @@ class SimulatedRequest:
     ended: float = 0.0
     reason: str = ""  # as in the engine's records, or REFUSED
     replica: int = 0
+    num_cached: int = 0  # tokens of its prompt found in the prefix cache when it was first admitted
+    num_prefilled: int = 0  # tokens computed before its next one was sampled, again after a preemption
+    is_admitted: bool = False
+
+    def admitted(self, num_cached: int) -> None:
+        """It got a slot, for the first time or again."""
+        if not self.is_admitted:
+            self.is_admitted, self.num_cached = True, num_cached
 
     @classmethod
     def measured(cls, arrived: float, token_times: Sequence[float], ended: float, reason: str) -> SimulatedRequest:
@@ -138,6 +146,11 @@ def figures(requests: Sequence[SimulatedRequest], objectives: LatencyLimits = AN
         len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED],
         ttft_p50, ttft_p99, itl_p50, itl_p99, sum(request.num_tokens for request in requests) * rate,
         sum(map(objectives.met, requests)) * rate)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Returns the smallest value that at least this share of all do not exceed; 0 of none."""
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else 0.0
 
 
 class WeightedValues(NamedTuple):

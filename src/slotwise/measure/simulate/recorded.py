@@ -1,9 +1,9 @@
 """What an event log says for a simulation: the server's setup, its traffic, and what was measured.
 
 The step-time model goes on learning from the log's steps.  A log in a file holds prompts and outputs, so prefixes are
-shared as they were, and drafts from texts are found again; a stream holds no prompts, and none of its requests shares
-any.  A draft model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the
-outputs are known.
+shared as they were, and drafts from texts are found again.  A server's ring has digests of prompts' pieces, so these
+are shared up to a piece, and outputs are not found by the prompts that repeat them; a stream has neither.  A draft
+model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the outputs are known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.measure.simulate.figures import SERVED, SimulatedRequest, new_clock
 from slotwise.measure.simulate.pace import LearnedPace
-from slotwise.measure.simulate.simulator import Setup
+from slotwise.measure.simulate.simulator import Setup, count_prompts
 from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
 from slotwise.observe import event_log
 from slotwise.observe.step_time_store import ObservedStepTimes
@@ -29,6 +29,7 @@ from slotwise.observe.step_time_store import ObservedStepTimes
 NS = 1e-9
 KEPT = 4096  # steps with and without prompts whose times are those of simulated ones
 OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
+PIECES = 1 << 52  # those from here on stand for the tokens of a piece that several prompts may begin with
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Recording:
     names: dict[int, str] = field(default_factory=dict)  # by request, as all that follow
     measured: dict[int, SimulatedRequest] = field(default_factory=dict)
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    num_prompt: dict[int, int] = field(default_factory=dict)  # tokens
     tenants: dict[int, str] = field(default_factory=dict)
     tiers: dict[int, str] = field(default_factory=dict)
     partial: set[int] = field(default_factory=set)  # requests whose beginning or end is not in the log
@@ -160,8 +162,9 @@ class _Reader:
     def _arrival(self, entry: event_log.RequestEntry) -> Add:
         spec = entry.spec
         self._has_predictions |= bool(spec.prediction)
+        self.recording.num_prompt[entry.number] = entry.num_prompt
         return Add(entry.number, replace(
-            spec, prompt=spec.prompt or (OWN + entry.number,) * entry.num_prompt,
+            spec, prompt=spec.prompt or _prompt_of(entry),
             params=replace(spec.params, grammar=None), stop_lengths=(), kv=None), name=entry.id)
 
     def _keep(self, step: StepRecord) -> None:
@@ -183,6 +186,7 @@ class _Reader:
         self._busy_since = step.ended_ns if step.counters.num_running or step.counters.num_waiting else 0
         self._admitted.update(admission.request_id for admission in step.admitted)
         found.partial.update(number for number in step.plan.request_ids if number not in self._admitted)
+        count_prompts(step, found.measured)
         at = len(self._clock)
         self._clock.append(step.ended_ns * NS)
         for number, tokens in zip(step.plan.request_ids, step.tokens, strict=False):
@@ -192,6 +196,12 @@ class _Reader:
         for end in step.ended:
             request = found.measured[end.request_id]
             request.ended, request.reason = step.ended_ns * NS, end.reason
+
+
+def _prompt_of(entry: event_log.RequestEntry) -> tuple[int, ...]:
+    """Returns token ids for a prompt that is not known: equal for equal pieces, and else no other prompt's."""
+    pieces = [PIECES + piece for piece in entry.pieces for _ in range(event_log.PIECE)]
+    return (*pieces, *(OWN + entry.number for _ in range(entry.num_prompt - len(pieces))))
 
 
 class _Measured:

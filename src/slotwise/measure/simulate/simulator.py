@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import ReceivedBlocks, StepRecord
+from slotwise.core.record import ReceivedBlocks, RowKind, StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
@@ -255,6 +255,7 @@ class Server:
         for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             for _ in tokens:
                 requests[request_id].add_tokens(at, at)
+        count_prompts(record, requests)
         self._tell(record)
 
     def _tell(self, record: StepRecord) -> None:
@@ -264,6 +265,18 @@ class Server:
             request = self._requests.pop(end.request_id)
             request.ended, request.reason = self.machine.now, end.reason
             self._ends.append(self.machine.now)
+
+
+def count_prompts(record: StepRecord, requests: Mapping[int, SimulatedRequest]) -> None:
+    """Count what a step's requests found in the prefix cache, and what the step computed of prompts."""
+    for plan in record.plans:
+        for admission in plan.admitted:
+            requests[admission.request_id].admitted(admission.num_cached)
+    plan = record.plan
+    if RowKind.PREFILL in plan.kinds:
+        for request_id, kind, number in zip(plan.request_ids, plan.kinds, plan.counts, strict=True):
+            if kind is RowKind.PREFILL:
+                requests[request_id].num_prefilled += number
 
 
 def _on_clock(seconds: float) -> float:
@@ -365,7 +378,7 @@ def traffic_of(workload: Workload, adapters: int = 0) -> Traffic:
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Turns Python's garbage collector off: of the millions of objects here, none forms a cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -390,7 +403,7 @@ def simulate(
     """
     fleet = SimulatedFleet(servers, max_steps, routed)
     try:
-        with _no_collector():
+        with without_collector():
             for at, command in arrivals:
                 fleet.run_until(at)
                 fleet.route(at, command)

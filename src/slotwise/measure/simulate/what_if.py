@@ -18,18 +18,24 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Self, TypeVar
 
-from slotwise.engine.messages import Command, Configure
+from slotwise.core.scheduler_limits import OBEYING
+from slotwise.core.step_time import Work
+from slotwise.engine.messages import Add, Command, Configure
 from slotwise.measure.simulate.figures import WORDS, LatencyLimits, SimulatedRequest, figures, grouped
+from slotwise.measure.simulate.pace import Pace
 from slotwise.measure.simulate.recorded import Recording, read_recording
 from slotwise.measure.simulate.simulator import Server, simulate
 from slotwise.observe import event_log, log_file
 
 MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
+EVERY = "*"  # all sessions
+NO_RETENTION: Mapping[str, float] = MappingProxyType({})
 RELIABLE = 0.3  # the largest error of a replay at which its figures stand without a warning
 READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
@@ -41,13 +47,14 @@ ESTIMATED = 0.002  # of the work, done
 
 def what_if(
     entries: Iterable[event_log.Entry], changes: Mapping[str, Any], objectives: LatencyLimits, request_id: str = "",
-    pacer: Pacer | None = None,
+    retain: Mapping[str, float] = NO_RETENTION, pacer: Pacer | None = None,
 ) -> dict[str, Any]:
     """Returns the figures of a log's traffic: measured, replayed, and replayed under changed settings; JSON-ready.
 
     Args:
         changes: of the settings that held last, as `Scheduling.changed` names them.
         request_id: of a request to tell apart, with the times of its own; "": none.
+        retain: seconds for which the prompts of a session are retained, by its name; "*": of all sessions.
         pacer: of the work; None: it is done on end.
 
     Raises:
@@ -59,29 +66,76 @@ def what_if(
     if recording.receives:
         raise ValueError("prompts of this log were computed by other engines: a replay does not know when they arrive")
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
+    if retain and changed.limits.eviction_policy not in OBEYING:
+        raise ValueError(f"retain: the eviction policy {changed.limits.eviction_policy} obeys no retention; change "
+                         f"eviction_policy to {' or '.join(OBEYING)}, too")
     traffic = recording.traffic
     over = pacer.over if pacer is not None else lambda commands, _: commands
+    other = _retained(_without_changes(traffic), retain)
     runs: Runs = {
         MEASURED: recording.measured,
         REPLAYED: simulate(over(traffic, REPLAY), [Server(setup, recording.outputs)]),
-        WHAT_IF: simulate(over(_without_changes(traffic), REPLAY), [Server(changed, recording.outputs)])}
+        WHAT_IF: simulate(over(other, REPLAY), [Server(changed, recording.outputs)])}
     whole = {number for number in recording.measured if number not in recording.partial}
     if not whole:
         raise ValueError("no request of the log has begun and ended in it")
     runs = {run: {number: one for number, one in found.items() if number in whole} for run, found in runs.items()}
     arrivals = [one.arrived for one in runs[MEASURED].values()]
     groups = _groups(recording, runs, objectives)
-    answer = {
+    answer: dict[str, Any] = {
         "verdicts": {name: verdict(found) for name, found in groups.items()},
         "changes": dict(changes), "settings": changed.scheduling.as_settings(), "requests": len(whole),
         "seconds": max(arrivals) - min(arrivals), "refused_unknown": recording.num_refused,
-        "groups": groups}
+        "groups": groups, "prompts": prompts_of(runs, recording.num_prompt, setup.pace)}
+    answer["prompts_text"] = prompts_in_words(answer["prompts"], groups[ALL])
     return answer | ({"request": _of_request(runs, recording.names, request_id)} if request_id else {})
 
 
 def _without_changes(traffic: Iterable[tuple[float, Command]]) -> list[tuple[float, Command]]:
     """The traffic without what an operator changed meanwhile: the settings in question hold from the start."""
     return [(at, command) for at, command in traffic if not isinstance(command, Configure)]
+
+
+def _retained(
+    traffic: Iterable[tuple[float, Command]], retain: Mapping[str, float],
+) -> list[tuple[float, Command]]:
+    """The traffic with other retentions."""
+    found = []
+    for at, command in traffic:
+        if isinstance(command, Add) and (seconds := retain.get(command.spec.session, retain.get(EVERY, 0.0))):
+            command = Add(command.request_id, replace(command.spec, retain=seconds), command.timing, command.name)
+        found.append((at, command))
+    return found
+
+
+def prompts_of(runs: Runs, num_prompt: Mapping[int, int], pace: Pace) -> dict[str, dict[str, float]]:
+    """Returns for each run the tokens of prompts, those found in the cache and those computed, and the seconds for it.
+
+    A prompt's seconds are those of a step that computes it alone, at once.
+    """
+    found = {}
+    for run, requests in runs.items():
+        works = []
+        for number, one in requests.items():
+            computed = one.num_prefilled
+            start = max(0, num_prompt[number] - computed)
+            works.append(Work(computed, 1, 0, computed * (start + (computed + 1) / 2)))
+        found[run] = {
+            "tokens": sum([num_prompt[number] for number in requests]),
+            "found": sum([one.num_cached for one in requests.values()]),
+            "computed": sum([one.num_prefilled for one in requests.values()]),
+            "seconds": sum([pace.predicted(work) for work in works if work.tokens])}
+    return found
+
+
+def prompts_in_words(prompts: Mapping[str, Mapping[str, float]], runs: Mapping[str, Mapping[str, float]]) -> str:
+    """Returns what the changes would have saved of prompts, compared with the replay."""
+    before, after = prompts[REPLAYED], prompts[WHAT_IF]
+    seconds = before["seconds"] - after["seconds"]
+    change = error_of(runs[REPLAYED]["ttft_p50"], runs[WHAT_IF]["ttft_p50"])
+    waits = f"; half of the first tokens came {change:+.0%} later" if abs(change) < inf else ""
+    return (f"{abs(seconds):.3g} s of prompt computation {'saved' if seconds >= 0 else 'more'}: {after['found']:,} of "
+            f"{after['tokens']:,} prompt tokens found in the cache, where {before['found']:,} were{waits}.")
 
 
 def _groups(recording: Recording, runs: Runs, objectives: LatencyLimits) -> dict[str, dict[str, dict[str, float]]]:
@@ -146,7 +200,7 @@ def in_words(error: float, what: str) -> str:
 
 
 def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot: float | None, request_id: str,
-                wanted: float, until: float) -> tuple[dict[str, Any] | None, str, float]:
+                retain: dict[str, float], wanted: float, until: float) -> tuple[dict[str, Any] | None, str, float]:
     """Returns the answer, why there is none, and the seconds that the work took without its rests.
 
     Without an answer and without a reason the time was over; the seconds estimate what the work would have taken.
@@ -159,7 +213,7 @@ def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot:
     try:
         with Pacer(wanted - now, until - now) as pacer:
             entries = log_file.read(pacer.over(lines.splitlines(keepends=True), READING))
-            found = what_if(entries, changes, LatencyLimits(ttft, tpot), request_id, pacer)
+            found = what_if(entries, changes, LatencyLimits(ttft, tpot), request_id, retain, pacer)
             return found, "", pacer.worked
     except OutOfTime as error:
         return None, "", error.seconds

@@ -50,13 +50,13 @@ def test_connection(chat: Server) -> None:
     """Verifies a connection and lists its models: `GET /v1/models` with a bearer key."""
     models = chat.http.get("/v1/models", headers=USER).json()
     assert [model["id"] for model in models["data"]] == [chat.model] and "error" not in models
-    refused = httpx.get(f"{chat.base_url}/models", headers={"Authorization": "Bearer wrong"})
+    refused = httpx.get(f"{chat.base_url}/models", headers={"Authorization": "Bearer wrong"}, timeout=120)
     assert refused.status_code == 401 and refused.json()["error"]["message"]
 
 
 def test_without_a_key(builtin: Server) -> None:
     """Lists models of a server without keys, with an empty key."""
-    response = httpx.get(f"{builtin.base_url}/models", headers={"Authorization": "Bearer"})
+    response = httpx.get(f"{builtin.base_url}/models", headers={"Authorization": "Bearer"}, timeout=120)
     assert response.status_code == 200
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -257,7 +255,7 @@ def test_a_lost_engine_is_an_error_and_the_next_one_answers() -> None:
         async def lost() -> None:
             async for _ in one.engine.generate(PROMPTS[0], greedy(ignore_eos=True, max_tokens=400), "a"):
                 if (process := one.engine._supervisor._process) is not None:
-                    os.kill(process.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                    process.process.kill()  # type: ignore[attr-defined]
 
         with pytest.raises(EngineError, match="the engine process ended"):
             one.run(lost())

@@ -19,10 +19,11 @@ import jsonschema
 import pydantic
 import pytest
 from support.live import Live, serving
+from support.live_server import eventually
 
 from slotwise.core.record import StepRecord
 from slotwise.measure.simulate.replay import replay
-from slotwise.observe import log_file
+from slotwise.observe import event_log, log_file
 
 MODEL = "slotwise-builtin"
 PERSON = {
@@ -234,9 +235,18 @@ def test_hostile_grammars_end_and_other_streams_go_on(live: Live) -> None:
 
 
 def test_the_log_replays_and_says_what_was_waited_for(live: Live, log: Path) -> None:
-    completed(live, guided_regex="[xyz]{7}")
-    time.sleep(0.5)
-    entries = list(log_file.read_file(log / "events"))
+    completed(live, guided_regex="[xyz]{7}", request_id="logged")
+    entries: list[event_log.Entry] = []
+
+    def is_written() -> bool:
+        """Whether the log, which is written behind the responses, has the end of this request."""
+        entries[:] = log_file.read_file(log / "events")
+        logged = [entry.number for entry in entries
+                  if isinstance(entry, event_log.RequestEntry) and entry.id.startswith("cmpl-logged-")]
+        steps = [entry for entry in entries if isinstance(entry, StepRecord)]
+        return any(end.request_id in logged for step in steps for end in step.ended)
+
+    eventually(is_written)
     found = replay(entries)
     assert found.difference is None and found.records > 10
     compiled = [one for entry in entries if isinstance(entry, StepRecord) for one in entry.inputs.compiled]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually, gauge
-from support.live_server import Server, counted, running
+from api.test_lifecycle import COMPLETIONS, SLOW, eventually, gauge
+from support.live_server import ENDLESS, Server, counted, running
 
 from slotwise.api.protocol.decoding import MAX_ABORTS
 from slotwise.text.tokenizer import Tokenizer
@@ -42,12 +42,12 @@ def aborted(server: Server, *names: str, **headers: str) -> list[str]:
 
 
 def test_the_named_end_and_their_neighbors_do_not_notice(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=4") as server:
+    with running(folder, tmp_path / "engine", *SLOW, "max_num_seqs=4") as server:
         neighbor = Asking(server, {"prompt": [40], "max_tokens": 150})
-        decoding = Asking(server, LONG | {"stream": True, "request_id": "decoding"})
-        several = Asking(server, LONG | {"n": 2}, **{"X-Request-Id": "several"})
+        decoding = Asking(server, ENDLESS | {"stream": True, "request_id": "decoding"})
+        several = Asking(server, ENDLESS | {"n": 2}, **{"X-Request-Id": "several"})
         eventually(lambda: gauge(server, "num_requests_running") == 4)
-        queued = Asking(server, LONG | {"request_id": "queued"})
+        queued = Asking(server, ENDLESS | {"request_id": "queued"})
         eventually(lambda: gauge(server, "num_requests_waiting") == 1)
         assert aborted(server, "queued", "nobody", "cmpl-decoding", "several") == ["queued", "cmpl-decoding", "several"]
         answer = queued.wait().json()
@@ -63,17 +63,17 @@ def test_the_named_end_and_their_neighbors_do_not_notice(folder: Path, tmp_path:
 
 
 def test_a_name_that_several_have_ends_them_all(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW) as server:
-        twins = [Asking(server, LONG | {"request_id": "twin"}) for _ in range(2)]
+    with running(folder, tmp_path / "engine", *SLOW) as server:
+        twins = [Asking(server, ENDLESS | {"request_id": "twin"}) for _ in range(2)]
         eventually(lambda: gauge(server, "num_requests_running") == 2)
         assert aborted(server, "twin") == ["twin"]
         assert [twin.wait().json()["choices"][0]["finish_reason"] for twin in twins] == ["abort"] * 2
 
 
 def test_tenants_do_not_end_each_others_requests(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW, "api_keys=one,two") as server:
+    with running(folder, tmp_path / "engine", *SLOW, "api_keys=one,two") as server:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-        asking = Asking(server, LONG | {"request_id": "mine"}, **one)
+        asking = Asking(server, ENDLESS | {"request_id": "mine"}, **one)
         eventually(lambda: "num_live\":1" in server.get("/health").text)
         assert aborted(server, "mine", **two) == []
         assert aborted(server, "mine", **one) == ["mine"]

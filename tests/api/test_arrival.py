@@ -22,6 +22,7 @@ def test_the_first_tokens_time_counts_from_the_end_of_the_body(folder: Path, tmp
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(POSTED + f"{len(body)}\r\n\r\n".encode() + body[:10])
+            eventually(lambda: server.get("/load").json()["server_load"] == 1)  # it has read the head
             time.sleep(SLOW)
             connection.sendall(body[10:])
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
@@ -29,14 +30,14 @@ def test_the_first_tokens_time_counts_from_the_end_of_the_body(folder: Path, tmp
         metrics = server.get("/metrics").text
         entries = [event_log.decode(line) for line in server.get("/events?follow=0").content.splitlines()]
     (request,) = [entry for entry in entries if isinstance(entry, event_log.RequestEntry)]
-    assert request.timing.read_ns - request.timing.received_ns >= 0.9 * SLOW * 1e9, "the body was slow"
+    assert request.timing.read_ns - request.timing.received_ns >= SLOW * 1e9, "the body was slow"
     assert request.timing.read_ns <= request.timing.tokenized_ns <= request.ns
     published = [entry.ended_ns for entry in entries if isinstance(entry, StepRecord) and any(entry.tokens)]
     assert len(published) == 3
     for name, end in (("time_to_first_token", published[0]), ("e2e_request_latency", published[-1])):
         seconds = value(metrics, f"{name}_seconds_sum")
         assert seconds == pytest.approx((end - request.timing.read_ns) * 1e-9)
-        assert seconds < (end - request.timing.received_ns) * 1e-9 - 0.9 * SLOW
+        assert seconds < (end - request.timing.received_ns) * 1e-9 - SLOW
 
 
 def value(metrics: str, name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.browser import browser
-from support.live_server import Server, running, unanswered
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, Server, eventually, running, unanswered
 
 DRAWN = """async ([text, piece]) => {
   const box = document.createElement("div");
@@ -87,14 +87,16 @@ def chromium() -> Iterator[Any]:
 def page(chromium: Any, server: Server) -> Iterator[Any]:
     opened = chromium.new_page()
     complaints: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("console", lambda message: complaints.append(f"{message.text} {message.location['url']}"))
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("request", lambda request: complaints.append(request.url) if not request.url.startswith(
         (server.url, "data:")) else None)
     opened.goto(server.url)
     opened.wait_for_selector("#modes button", state="attached")
     yield opened
-    assert complaints == [] and opened.evaluate("window.hacked") is None
+    # A slow page asks where its request is in the queue, and may find that it has ended.
+    assert [one for one in complaints if not ("404" in one and "/requests/" in one)] == []
+    assert opened.evaluate("window.hacked") is None
 
 
 def drawn(page: Any, text: str, piece: int) -> dict[str, Any]:
@@ -129,8 +131,10 @@ def test_what_is_hostile_is_shown_and_does_nothing(page: Any, piece: int) -> Non
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_answer_never_stops_the_page(page: Any, name: str) -> None:
     text = LONG[name]
-    found = drawn(page, text, 2000)
-    assert found["longest"] < 1500, "milliseconds; a quadratic rendering takes many seconds"
+    found, tries = drawn(page, text, 2000), 1
+    while found["longest"] >= 1500 and tries < 4:  # milliseconds; other programs may have had the processor meanwhile
+        found, tries = drawn(page, text, 2000), tries + 1
+    assert found["longest"] < 1500, "a quadratic rendering takes many seconds each time"
     shown = "".join(found["text"].split())
     if name in ("paragraph", "quotes", "lists", "emphasis", "brackets"):
         assert shown == "".join(text.split())
@@ -146,7 +150,7 @@ def test_an_answer_of_many_events_at_once_is_drawn_and_kept(page: Any) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.get_by_test_id("composer").fill("write")
     page.keyboard.press("Enter")
-    page.get_by_test_id("copy").wait_for(timeout=20_000)
+    page.get_by_test_id("copy").wait_for(timeout=60_000)
     page.unroute("**/v1/chat/completions")
     assert "word5999" in page.get_by_test_id("answer").inner_text()
     assert "6,000 tokens" in page.get_by_test_id("facts").inner_text()
@@ -160,16 +164,16 @@ def test_an_answer_of_many_events_at_once_is_drawn_and_kept(page: Any) -> None:
 
 
 def test_a_question_that_waits_says_how_many_are_ahead(chromium: Any, folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "seconds_per_step=0.05", "max_num_seqs=1") as slow, \
-            unanswered(slow, "/v1/completions", {"prompt": [40], "max_tokens": 200}), \
-            unanswered(slow, "/v1/completions", {"prompt": [41], "max_tokens": 200}):
+    with running(folder, tmp_path / "engine", "seconds_per_step=0.05", "max_num_seqs=1", ENDLESS_CONTEXT) as slow, \
+            unanswered(slow, "/v1/completions", ENDLESS), unanswered(slow, "/v1/completions", ENDLESS):
+        eventually(lambda: slow.get("/health").json()["num_live"] == 2)
         page = chromium.new_page()
         page.goto(slow.url)
         page.get_by_test_id("composer").fill("hello")
         page.keyboard.press("Enter")
-        page.get_by_text("Waiting for a slot: 1 ahead").wait_for(timeout=15_000)
-        page.get_by_text("1 other request running, 1 waiting").wait_for(timeout=15_000)
+        page.get_by_text("Waiting for a slot: 1 ahead").wait_for(timeout=60_000)
+        page.get_by_text("1 other request running, 1 waiting").wait_for(timeout=60_000)
         page.keyboard.press("Escape")
         error = page.get_by_test_id("error")
-        error.wait_for(timeout=15_000)
+        error.wait_for(timeout=60_000)
         assert error.inner_text() == "Stopped before its first token."

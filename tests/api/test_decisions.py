@@ -154,12 +154,12 @@ def test_large_bodies_are_bounded(server: Server) -> None:
 @pytest.fixture(scope="module")
 def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(folder, tmp_path_factory.mktemp("slow") / "engine", "seconds_per_step=0.3", "max_num_seqs=1",
-                 "enable_prefix_caching=1") as one:
+                 "max_num_queued_reqs=100", "enable_prefix_caching=1") as one:
         yield one
 
 
 def test_a_client_that_leaves_frees_its_slots_and_an_abort_ends_it(slow: Server) -> None:
-    body = {"state": LONG, "questions": {str(n): TEAM for n in range(8)}}
+    body = {"state": LONG, "questions": {str(n): TEAM for n in range(40)}}
     with unanswered(slow, PATH, body | {"request_id": "left"}):
         eventually(lambda: slow.get("/requests/left").status_code == 200)
     eventually(lambda: slow.get("/health").json()["num_live"] == 0)

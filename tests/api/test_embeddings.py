@@ -116,14 +116,15 @@ def test_it_is_listed(server: Server) -> None:
 def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Half a second a step, one slot, two keys."""
     log = tmp_path_factory.mktemp("slow") / "engine"
-    with running(folder, log, "seconds_per_step=0.5", "max_num_seqs=1", "api_keys=one,two") as started:
+    with running(folder, log, "seconds_per_step=0.5", "max_num_seqs=1", "max_num_queued_reqs=100",
+                 "api_keys=one,two") as started:
         yield started
 
 
 def test_a_key_is_needed_and_a_client_that_leaves_frees_its_place(slow: Server) -> None:
     assert slow.post(PATH, {"input": "a"}).status_code == 401
     key = {"Authorization": "Bearer one"}
-    with unanswered(slow, PATH, {"input": [[5] * 9] * 8, "request_id": "left"}, **key):
+    with unanswered(slow, PATH, {"input": [[5] * 9] * 60, "request_id": "left"}, **key):
         eventually(lambda: slow.get("/requests/left", **key).status_code == 200)
     eventually(lambda: slow.engine_log.read_text().count("finish embd-left-") >= 1)
     eventually(lambda: slow.get("/health").json()["num_live"] == 0)
@@ -141,7 +142,7 @@ def test_an_abort_is_no_vector_and_a_deadline_is_504(slow: Server) -> None:
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        answers.append(httpx.post(slow.url + PATH, json={"input": [[5]] * 8, "request_id": "abort-me"},
+        answers.append(httpx.post(slow.url + PATH, json={"input": [[5]] * 60, "request_id": "abort-me"},
                                   headers=JSON | key, timeout=60))
 
     asking = threading.Thread(target=ask)

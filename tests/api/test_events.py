@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from api.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
-from support.live_server import Server, counted, running
+from api.test_lifecycle import COMPLETIONS, SLOW, eventually
+from support.live_server import ENDLESS, Server, counted, running
 from support.recorded import Recorded
 from support.records import record_of
 
@@ -71,7 +71,7 @@ def written(server: Server, query: str = "", key: str = "") -> Watching:
 
 @contextlib.contextmanager
 def long_request(server: Server) -> Iterator[None]:
-    with server.client.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}) as response:
+    with server.client.stream("POST", server.url + COMPLETIONS, json=ENDLESS | {"stream": True}) as response:
         lines = response.iter_lines()  # kept: without it the response is closed
         next(lines)
         yield
@@ -105,7 +105,7 @@ def test_a_stream_tells_of_each_request_from_its_first_byte_to_its_last(folder: 
 
 
 def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW) as server:
+    with running(folder, tmp_path / "engine", *SLOW) as server:
         watching = Watching(server)
         with contextlib.suppress(httpx.HTTPError), long_request(server):
             os.kill(server.engine_pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tm
 
 
 def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW) as server:
+    with running(folder, tmp_path / "engine", *SLOW) as server:
         assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
         with long_request(server):
             seen = written(server, "&backlog=0").entries
@@ -219,13 +219,13 @@ def test_a_tenant_sees_its_own_requests_and_the_admin_those_of_all(
         folder: Path, tmp_path: Path, settings: tuple[str, ...], tenants: tuple[str, ...]) -> None:
     (tmp_path / "tiers").write_text(TIERS)
     given = [setting.format(tiers=tmp_path / "tiers") for setting in settings]
-    with running(folder, tmp_path / "engine", *given, "admin_api_key=admin", "seconds_per_step=0.05") as server, \
+    with running(folder, tmp_path / "engine", *given, "admin_api_key=admin", *SLOW) as server, \
             contextlib.ExitStack() as streams:
         keys = (*tenants, "admin")
         for key in keys:
             response = streams.enter_context(server.client.stream(
                 "POST", server.url + COMPLETIONS,
-                json={"prompt": [40], "max_tokens": 400, "stop": f"secret of {key}", "stream": True},
+                json=ENDLESS | {"stop": f"secret of {key}", "stream": True},
                 headers={"Authorization": f"Bearer {key}", "X-Request-Id": f"name-of-{key}"}))
             assert response.status_code == 200
         eventually(lambda: all(server.get(f"/explain/name-of-{key}", Authorization="Bearer admin").status_code == 200
@@ -327,7 +327,7 @@ def test_long_stop_strings_are_told_by_their_lengths_and_still_end_a_text(
 
 
 def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=0.2") as server:
+    with running(folder, tmp_path / "engine", *SLOW, "shutdown_timeout=0.2") as server:
         watching = Watching(server)
         with long_request(server):
             server.process.send_signal(signal.SIGTERM)

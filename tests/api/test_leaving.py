@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live_server import JSON, POSTED, Server, counted, eventually, running
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, JSON, POSTED, Server, counted, eventually, running
 
 from slotwise.api.http.connection import CONTINUE, MAX_PIPELINED, MAX_REQUESTS, TOO_MANY
 from slotwise.text.tokenizer import Tokenizer
 
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
-LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}  # ten seconds of steps, were it left alone
 SHORT = {"prompt": [40], "max_tokens": 100}  # two seconds
 
 
@@ -71,7 +70,7 @@ class Watched:
 def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """All tests share it: what one client does must not show to the next."""
     logs = tmp_path_factory.mktemp("logs")
-    with running(folder, logs / "engine", "seconds_per_step=0.02", stderr=logs / "stderr") as server:
+    with running(folder, logs / "engine", "seconds_per_step=0.02", ENDLESS_CONTEXT, stderr=logs / "stderr") as server:
         yield server
     logged = (logs / "stderr").read_text()
     assert "Traceback" not in logged and "ERROR" not in logged, logged
@@ -79,13 +78,12 @@ def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture
 def watched(slow: Server) -> Watched:
-    watched = Watched(slow)
-    assert watched.live() == 0, "requests of the test before"
-    return watched
+    eventually(lambda: Watched(slow).live() == 0)  # a client has its answer before the server has noted that it ended
+    return Watched(slow)
 
 
-BODIES = {"whole": LONG, "stream": LONG | {"stream": True}, "three": LONG | {"stream": True, "n": 3}}
-BEHIND = {"nothing": b"", "a get": GET, "a request": posted(LONG), "a stream": posted(LONG | {"stream": True}),
+BODIES = {"whole": ENDLESS, "stream": ENDLESS | {"stream": True}, "three": ENDLESS | {"stream": True, "n": 3}}
+BEHIND = {"nothing": b"", "a get": GET, "a request": posted(ENDLESS), "a stream": posted(ENDLESS | {"stream": True}),
           "garbage": b"\0garbage\r\n\r\n"}
 LEAVES = {"reset": reset, "closed": socket.socket.close}
 
@@ -133,7 +131,7 @@ def test_a_large_body_behind_a_request_is_read_when_it_is_due(watched: Watched) 
 
 def test_who_sends_too_much_behind_a_request_is_cut_off(watched: Watched) -> None:
     with watched.connect() as connection:
-        connection.sendall(posted(LONG))
+        connection.sendall(posted(ENDLESS))
         eventually(lambda: watched.live() == 1)
         connection.sendall(b"x" * (MAX_PIPELINED + 1))
         eventually(lambda: watched.ends("abort") == 1)
@@ -179,14 +177,14 @@ def test_a_half_closed_client_gets_its_answer(watched: Watched, tokenizer: Token
 
 def test_python_s_client_reads_its_answer_half_closed(watched: Watched) -> None:
     client = http.client.HTTPConnection(watched.server.url.removeprefix("http://"), timeout=120)
-    client.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": 200}), JSON)
+    client.request("POST", "/v1/completions", json.dumps(ENDLESS | {"max_tokens": 200}), JSON)
     half_close(client.sock)
     answer = client.getresponse()
     assert answer.status == 200 and json.loads(answer.read())["usage"]["completion_tokens"] == 200
 
 
 def test_a_client_that_is_half_closed_first_and_leaves_later(watched: Watched) -> None:
-    for body in (LONG, LONG | {"stream": True}):
+    for body in (ENDLESS, ENDLESS | {"stream": True}):
         with watched.connect() as connection:
             connection.sendall(posted(body))
             eventually(lambda: watched.live() == 1)
@@ -204,7 +202,7 @@ def test_a_client_of_the_old_protocol(watched: Watched) -> None:
         half_close(connection)
         assert read_to_the_end(connection).startswith(b"HTTP/1.1 200")
     with watched.connect() as connection:
-        connection.sendall(posted(LONG).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        connection.sendall(posted(ENDLESS).replace(b"HTTP/1.1", b"HTTP/1.0"))
         half_close(connection)
         assert read_to_the_end(connection) == b""
     eventually(lambda: watched.ends("abort") == 1)
@@ -235,7 +233,7 @@ def test_a_crowd_that_leaves_in_the_middle_of_writes(watched: Watched) -> None:
     """Of answers that are large, and read by none.  It is the last test: how many more end as aborted is not known."""
     connections = [watched.connect() for _ in range(16)]
     for number, connection in enumerate(connections):
-        body = LONG | {"stream": True, "n": 4, "logprobs": 20}
+        body = ENDLESS | {"stream": True, "n": 4, "logprobs": 20, "max_tokens": 1000}  # of more no entries are held
         connection.sendall(posted(body) + (posted(body) if number % 2 else b""))
     eventually(lambda: watched.live() == 64)
     for number, connection in enumerate(connections):

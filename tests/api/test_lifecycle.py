@@ -13,14 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_server import JSON, POSTED, Server, counted, eventually, running, unanswered
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, JSON, POSTED, Server, counted, eventually, running, unanswered
 
 from slotwise.text.tokenizer import Tokenizer
 from slotwise.version import __version__
 
 COMPLETIONS = "/v1/completions"
-SLOW = "seconds_per_step=0.02"
-LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}  # ten seconds of steps, were it left alone
+SLOW = ("seconds_per_step=0.02", ENDLESS_CONTEXT)
 
 
 def gauge(server: Server, name: str) -> float:
@@ -31,9 +30,9 @@ def gauge(server: Server, name: str) -> float:
 
 
 def test_a_client_that_goes_away_frees_its_places(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW) as server:
+    with running(folder, tmp_path / "engine", *SLOW) as server:
         for stream in (True, False):
-            body = LONG | {"n": 3, "stream": stream, "request_id": f"gone-{stream}"}
+            body = ENDLESS | {"n": 3, "stream": stream, "request_id": f"gone-{stream}"}
             with unanswered(server, COMPLETIONS, body):
                 eventually(lambda: gauge(server, "num_requests_running") == 3)
             eventually(lambda: gauge(server, "num_requests_running") == 0)
@@ -62,11 +61,12 @@ def test_a_step_that_breaks_ends_its_requests_only(server: Server) -> None:
 
 
 def test_the_engines_death_ends_every_stream_once(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", SLOW, "backoff=600") as server:
+    with running(folder, tmp_path / "engine", *SLOW, "backoff=600") as server:
         streams: list[list[str]] = []
 
         def listen() -> None:
-            with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=120) as response:
+            body = ENDLESS | {"stream": True}
+            with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=120) as response:
                 streams.append([line for line in response.iter_lines() if line])
 
         listeners = [threading.Thread(target=listen) for _ in range(5)]
@@ -99,7 +99,7 @@ def test_an_engine_that_dies_over_a_whole_answer(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenizer: Tokenizer,
                                            sent: signal.Signals) -> None:
-    with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=30",
+    with running(folder, tmp_path / "engine", *SLOW, "shutdown_timeout=30",
                  before=lambda: signal.signal(sent, signal.SIG_DFL)) as server:  # `nohup make test` ignores SIGHUP
         events: list[dict[str, Any]] = []
         body = {"prompt": [40], "max_tokens": 150}
@@ -107,8 +107,8 @@ def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokeniz
         listener.start()
         eventually(lambda: gauge(server, "num_requests_running") == 1)
         server.process.send_signal(sent)
-        eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
-        refused = httpx.post(server.url + COMPLETIONS, json={"prompt": [2]})
+        eventually(lambda: server.get("/health").status_code == 503)
+        refused = server.post(COMPLETIONS, {"prompt": [2]})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
         assert refused.headers["connection"] == "close"  # the next one must not be sent to a server that is gone
         assert refused.headers["retry-after"]
@@ -127,9 +127,10 @@ def test_a_hangup_is_ignored_where_it_was_ignored_before(folder: Path, tmp_path:
 
 
 def test_sigterm_does_not_wait_for_ever(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "seconds_per_step=0.2", "shutdown_timeout=0.5") as server:
+    settings = ("seconds_per_step=0.2", "shutdown_timeout=0.5", ENDLESS_CONTEXT)
+    with running(folder, tmp_path / "engine", *settings) as server:
         events: list[dict[str, Any]] = []
-        listener = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, LONG)))
+        listener = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, ENDLESS)))
         listener.start()
         eventually(lambda: gauge(server, "num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)
@@ -151,8 +152,8 @@ def test_sigterm_drops_what_a_client_does_not_read(folder: Path, tmp_path: Path,
 
 
 def test_overload_is_refused_at_once_and_whole(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "max_live=4", "max_choices=64") as server:
-        refused = server.post(COMPLETIONS, LONG | {"n": 5, "request_id": "crowd"})
+    with running(folder, tmp_path / "engine", "max_live=4", "max_choices=64", ENDLESS_CONTEXT) as server:
+        refused = server.post(COMPLETIONS, ENDLESS | {"n": 5, "request_id": "crowd"})
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert refused.json()["error"]["code"] == "queue_full"
         eventually(lambda: server.engine_log.read_text().count("finish cmpl-crowd") == 4)
@@ -173,11 +174,17 @@ def test_a_key_is_taken_after_any_spelling_of_bearer_and_never_told(folder: Path
 
 
 def test_fewer_events_with_a_longer_interval(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with running(folder, tmp_path / "engine", "stream_interval=10") as server:
+    settings = ("stream_interval=10", "silence_timeout=0.3", ENDLESS_CONTEXT)
+    with running(folder, tmp_path / "engine", *settings) as server:
         events = server.events(COMPLETIONS, {"prompt": [40], "max_tokens": 61})
         texts = [event["choices"][0]["text"] for event in events]
-        assert "".join(texts) == tokenizer.decode(counted(40, 61))
-        assert len(texts[0]) < 10 and len(texts) <= 8, "the first event waits for nothing"
+        assert "".join(texts) == tokenizer.decode(counted(40, 61)) and len(texts) <= 8
+        body = ENDLESS | {"stream": True, "stream_interval": ENDLESS["max_tokens"], "return_token_ids": True}
+        with server.client.stream("POST", server.url + COMPLETIONS, json=body) as response:
+            lines = response.iter_lines()  # kept: without it the response is closed
+            event = next(line for line in lines if line.startswith("data: "))
+            (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        assert choice["finish_reason"] is None and choice["token_ids"], "the first event waits for nothing"
 
 
 def test_a_slow_body_and_a_half_one(folder: Path, tmp_path: Path) -> None:

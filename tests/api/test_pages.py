@@ -182,7 +182,7 @@ def test_a_path_below_the_prefix(root_path: str, path: str, expected: str) -> No
 
 def test_only_get_reads_a_page(server: Server) -> None:
     for path in PAGES:
-        assert httpx.post(server.url + path, json={}).status_code == 405
+        assert httpx.post(server.url + path, json={}, timeout=120).status_code == 405
 
 
 def test_the_page_of_links_names_the_routes_that_use_the_model(server: Server) -> None:

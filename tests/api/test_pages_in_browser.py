@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 from support.accessibility import violations
 from support.browser import browser
-from support.live_server import Server, eventually, running
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, Server, eventually, running
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def keyed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "engine"
-    with running(folder, log, f"api_keys={KEY}", "root_path=/llm", "seconds_per_step=0.01") as started:
+    with running(folder, log, f"api_keys={KEY}", "root_path=/llm", "seconds_per_step=0.01", ENDLESS_CONTEXT) as started:
         yield started
 
 
@@ -113,7 +113,7 @@ def test_a_long_answer_is_stopped_and_the_server_computes_no_further(chromium: A
         page.get_by_label("API key").fill(KEY)
         tried = form(page, CHAT)
         body = json.loads(tried.locator("textarea").input_value())
-        tried.locator("textarea").fill(json.dumps(body | {"max_tokens": 300, "ignore_eos": True}))
+        tried.locator("textarea").fill(json.dumps(body | {"max_tokens": ENDLESS["max_tokens"], "ignore_eos": True}))
         tried.get_by_role("button", name="Send").click()
         expect(tried.locator(".text")).not_to_be_empty()
         tried.get_by_role("button", name="Stop").click()

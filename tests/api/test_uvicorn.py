@@ -65,9 +65,15 @@ def played(play: Callable[[HttpToolsProtocol, socket.socket, asyncio.Event], Any
     asyncio.run(whole())
 
 
+async def settled() -> None:
+    """Until all that is ready has run: no pass of the event loop waits."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def sent(ours: socket.socket, data: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(ours, data)
-    await asyncio.sleep(0.05)
+    await settled()
 
 
 def test_the_installed_version_is_one_that_was_tested() -> None:
@@ -104,7 +110,7 @@ def test_requests_behind_one_in_progress_wait_in_the_pipeline_the_last_one_first
         assert [cycle.scope["path"] for cycle, _ in protocol.pipeline] == ["/2", "/1"], "pipeline has another order"
         assert protocol.cycle.scope["path"] == "/2", "cycle is not the request read last"
         may_answer.set()
-        await asyncio.sleep(0.05)
+        await settled()
         assert not protocol.pipeline, "the pipeline is not emptied as responses complete"
         assert protocol.cycle.response_complete
 
@@ -126,7 +132,7 @@ def test_a_response_says_that_its_connection_will_be_closed() -> None:
         await sent(ours, REQUEST % 0)
         protocol.cycle.keep_alive = False  # as on a connection of the reserve
         may_answer.set()
-        await asyncio.sleep(0.05)
+        await settled()
         head = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
         assert b"connection: close" in head.lower(), "a response without keep_alive does not say connection: close"
 
@@ -138,7 +144,7 @@ def test_a_lost_connection_wakes_its_request_with_a_disconnect() -> None:
         await sent(ours, POST)
         assert not has_noticed.is_set()
         ours.close()
-        await asyncio.sleep(0.05)
+        await settled()
         assert protocol.cycle.disconnected and has_noticed.is_set(), "a request is not told that its client has left"
 
     played(play)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.live_server import JSON, Server, running
 
 from slotwise import builtin
+from slotwise.api.generate import what_if_replay
 from slotwise.api.generate.what_if_replay import WhatIf
 from slotwise.api.http.api_errors import ApiError
 from slotwise.api.protocol.admin_protocol import WhatIfRequest
@@ -35,15 +37,9 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with running(folder, tmp_path_factory.mktemp("log") / "engine", "seconds_per_step=0.01") as started:
         settings = {"max_num_seqs": 4}
         started.client.put(started.url + "/admin/scheduling", content=json.dumps(settings), headers=JSON)
-        asyncio.run(_sixteen(started))
+        body = {"prompt": [[10 + number] * 5 for number in range(16)], "max_tokens": 12, "ignore_eos": True}
+        started.post("/v1/completions", body, **{"X-Request-Id": "r"})
         yield started
-
-
-async def _sixteen(server: Server) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
-        await asyncio.gather(*(client.post(
-            server.url + "/v1/completions", headers={"X-Request-Id": f"r{number}"},
-            json={"prompt": [10 + number] * 5, "max_tokens": 12, "ignore_eos": True}) for number in range(16)))
 
 
 def ask(server: Server, body: object) -> httpx.Response:
@@ -51,14 +47,14 @@ def ask(server: Server, body: object) -> httpx.Response:
 
 
 def test_more_slots_would_have_started_requests_earlier(server: Server):
-    answer = ask(server, {"changes": {"max_num_seqs": 16}, "ttft_ms": 10_000, "request_id": "cmpl-r15"})
+    answer = ask(server, {"changes": {"max_num_seqs": 16}, "ttft_ms": 10_000, "request_id": "cmpl-r-15"})
     assert answer.status_code == 200
     found = answer.json()
     figures = found["groups"]["all requests"]
     assert found["requests"] == 16 == figures["replayed"]["served"] and figures["measured"]["ttft_p99"] > 0.2
     assert 1 / 4 < figures["replayed"]["ttft_p99"] / figures["measured"]["ttft_p99"] < 4  # the machine may be busy
     assert figures["what_if"]["ttft_p99"] < figures["replayed"]["ttft_p99"] / 2
-    assert found["request"]["id"].startswith("cmpl-r15") and found["settings"]["max_num_seqs"] == 16
+    assert found["request"]["id"].startswith("cmpl-r-15") and found["settings"]["max_num_seqs"] == 16
     assert server.get("/admin/scheduling").json()["max_num_seqs"] == 4, "nothing has changed"
 
 
@@ -136,17 +132,23 @@ def replayed(ring: Ring, changes: dict[str, Any]) -> dict[str, Any]:
 MORE_SLOTS = {"max_num_seqs": 4}
 
 
+def patient(monkeypatch: pytest.MonkeyPatch, **times: float) -> None:
+    """Questions have a minute and a half, but for these times: the machine may be busy."""
+    for name, seconds in ({"ANSWERED": 90.0, "ENDS": 90.0, "WANTED": 90.0} | times).items():
+        monkeypatch.setattr(what_if_replay, name, seconds)
+    monkeypatch.setattr(what_if_replay, "LIMITS", msgspec.structs.replace(what_if_replay.LIMITS, seconds=180.0))
+
+
 def test_a_part_is_replayed_first_and_then_all_that_fits(ring: Ring, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slotwise.api.generate.what_if_replay.FIRST", ring.size // 4)
-    for name in ("ANSWERED", "ENDS", "WANTED"):  # the machine may be busy
-        monkeypatch.setattr(f"slotwise.api.generate.what_if_replay.{name}", 90.0)
+    patient(monkeypatch)
+    monkeypatch.setattr(what_if_replay, "FIRST", ring.size // 4)
     answer = replayed(ring, MORE_SLOTS)
     assert answer["requests"] == 300 and answer["seconds"] == answer["held_seconds"]
 
 
 def test_without_time_for_more_the_latest_part_is_the_answer_and_says_so(ring: Ring, monkeypatch: pytest.MonkeyPatch):
-    for name, value in (("FIRST", ring.size // 4), ("ANSWERED", 90.0), ("ENDS", 90.0), ("WANTED", 0.001)):
-        monkeypatch.setattr(f"slotwise.api.generate.what_if_replay.{name}", value)
+    patient(monkeypatch, WANTED=0.001)
+    monkeypatch.setattr(what_if_replay, "FIRST", ring.size // 4)
     answer = replayed(ring, MORE_SLOTS)
     assert 0 < answer["requests"] < 150 and 0 < answer["seconds"] < answer["held_seconds"] / 2
     assert answer["groups"]["all requests"]["measured"]["served"] == answer["requests"]
@@ -157,8 +159,7 @@ def test_without_time_for_more_the_latest_part_is_the_answer_and_says_so(ring: R
 def test_without_time_for_a_part_there_is_an_estimate(
     ring: Ring, monkeypatch: pytest.MonkeyPatch, limit: str, says: str,
 ):
-    monkeypatch.setattr("slotwise.api.generate.what_if_replay.ANSWERED", 90.0)
-    monkeypatch.setattr(f"slotwise.api.generate.what_if_replay.{limit}", 0.001)
+    patient(monkeypatch, **{limit: 0.001})
     with pytest.raises(ApiError, match=says) as found:
         replayed(ring, MORE_SLOTS)
     assert found.value.status == 503 and found.value.code == "what_if_late" and found.value.retry_after > 0
@@ -167,7 +168,7 @@ def test_without_time_for_a_part_there_is_an_estimate(
 def test_questions_wait_for_each_other_no_longer_than_leaves_time_for_an_answer(
     ring: Ring, monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("slotwise.api.generate.what_if_replay.TURN", 0.001)
+    monkeypatch.setattr(what_if_replay, "TURN", 0.001)
 
     async def two() -> list[dict[str, Any] | BaseException]:
         what_if = WhatIf(BatchedObserver([]), ring)

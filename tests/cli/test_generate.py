@@ -72,7 +72,7 @@ def test_fields_that_are_given_are_sent(tmp_path: Path) -> None:
 def _seen(url: str) -> list[dict[str, object]]:
     import httpx
 
-    return list(httpx.get(f"{url}/seen").json()["bodies"])
+    return list(httpx.get(f"{url}/seen", timeout=120).json()["bodies"])
 
 
 @pytest.mark.parametrize(("url", "base"), [

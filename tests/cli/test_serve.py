@@ -153,7 +153,7 @@ def test_a_tier_and_the_admin_key_reach_a_real_server(tmp_path: Path) -> None:
                            timeout=120) for key, more in (("g", {}), ("root", {"service_tier": "silver"}), ("k", {}))]
         assert [answer.status_code for answer in told] == [200, 200, 401]
         assert [answer.json()["service_tier"] for answer in told[:2]] == ["gold", "silver"]
-        scheduling = [httpx.get(f"{live.url}/admin/scheduling", headers={"Authorization": f"Bearer {key}"})
+        scheduling = [httpx.get(f"{live.url}/admin/scheduling", headers={"Authorization": f"Bearer {key}"}, timeout=120)
                       for key in ("g", "root")]
         assert [answer.status_code for answer in scheduling] == [403, 200]
         assert [tier["name"] for tier in scheduling[1].json()["tiers"]] == ["gold", "silver"]

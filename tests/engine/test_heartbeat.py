@@ -8,6 +8,7 @@ import time
 import pytest
 
 from slotwise.engine.ipc import (
+    FIRST_WORDS,
     HEARTBEAT_SECONDS,
     STUCK,
     BlockingChannel,
@@ -25,9 +26,9 @@ TIMEOUT = 60.0
 class Felt:
     """A pulse and its clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = TIMEOUT) -> None:
         self.now = 0.0
-        self.heartbeat = HeartbeatMonitor(TIMEOUT, lambda: self.now)
+        self.heartbeat = HeartbeatMonitor(timeout, lambda: self.now)
 
     def turns(self, seconds: float, *, step: float | None = None) -> None:
         """Feel it for so long.  With `step` it beats all the while, and the step had taken so long at the start."""
@@ -62,6 +63,18 @@ def test_a_step_beyond_all_reason_counts_as_frozen() -> None:
     assert "one step" in felt.heartbeat.verdict
     felt.heartbeat.stepped()
     assert not felt.heartbeat.frozen and not felt.heartbeat.verdict
+
+
+def test_a_process_gets_time_for_its_imports_however_short_the_timeout() -> None:
+    felt = Felt(4.0)
+    felt.turns(FIRST_WORDS * 0.4)
+    assert not felt.heartbeat.frozen
+    felt.turns(4.0, step=0.0)
+    assert not felt.heartbeat.frozen
+    felt.turns(2.0)
+    assert felt.heartbeat.frozen and not felt.heartbeat.verdict
+    felt.turns(2.0)
+    assert "frozen for 4 s" in felt.heartbeat.verdict
 
 
 def test_silence_is_frozen_at_half_its_time_and_the_end_at_all_of_it() -> None:

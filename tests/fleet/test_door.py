@@ -151,8 +151,7 @@ def test_a_queue_that_would_take_too_long_is_refused_with_the_time(folder: Path,
     with (behind(folder, tmp_path, "seconds_per_step=0.05", "max_num_seqs=2", number=1,
                  arguments=("--max-wait", "1")) as one, ThreadPoolExecutor(16) as pool):
         # Each of 20 steps of 50 ms, two at a time.
-        flood = [pool.submit(httpx.post, one.door.url + "/v1/completions", json=ask(40, 20), timeout=60)
-                 for _ in range(16)]
+        flood = [pool.submit(one.door.post, "/v1/completions", ask(40, 20)) for _ in range(16)]
         eventually(lambda: one.door.get("/load").json()["predicted_wait_s"] > 1)
         refused = one.door.post("/v1/completions", ask(40, 1))
         assert refused.status_code == 503 and "predicted" in refused.json()["error"]["message"]

@@ -6,14 +6,12 @@ import json
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from support.live_server import JSON, Server, counted, eventually
+from support.live_server import Server, counted, eventually
 from support.scale_door import Behind, behind
 
 SLOW = "seconds_per_step=0.02"
@@ -28,8 +26,7 @@ def ask(number: int, count: int = LONG, **more: Any) -> dict[str, Any]:
 def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None = None) -> tuple[list[int], str]:
     """The tokens of a stream, and "done", or the code of the error that ended it."""
     tokens: list[int] = []
-    with (httpx.Client(timeout=60) as client,
-          client.stream("POST", two.door.url + "/v1/completions", json=body | {"stream": True}) as response):
+    with two.door.client.stream("POST", two.door.url + "/v1/completions", json=body | {"stream": True}) as response:
         lines = response.iter_lines()
         if response.status_code != 200:
             return [], json.loads("".join(lines))["error"]["code"]
@@ -52,8 +49,7 @@ def test_streams_with_output_end_with_an_error_and_others_go_elsewhere(folder: P
     with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(16) as pool:
         begun = [threading.Event() for _ in range(6)]
         streams = [pool.submit(stream_of, two, ask(number, 250), event) for number, event in enumerate(begun)]
-        wholes = [pool.submit(httpx.post, two.door.url + "/v1/completions", json=ask(50 + number), timeout=60)
-                  for number in range(6)]
+        wholes = [pool.submit(two.door.post, "/v1/completions", ask(50 + number)) for number in range(6)]
         for event in begun:
             assert event.wait(120)
         eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 3)
@@ -83,7 +79,7 @@ ROUTES: tuple[tuple[str, dict[str, Any], str], ...] = (
 def test_an_engine_that_dies_within_its_server_is_the_same_to_clients(folder: Path, tmp_path: Path) -> None:
     """Requests go to the replicas in turn: some of each route are at the one that is lost."""
     with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(12) as pool:
-        wholes = [(pool.submit(httpx.post, two.door.url + path, json=body | {"ignore_eos": True}, timeout=120), count)
+        wholes = [(pool.submit(two.door.post, path, body | {"ignore_eos": True}), count)
                   for path, body, count in ROUTES for _ in range(4)]
         eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 4)
         os.kill(two.replicas[0].engine_pid, signal.SIGKILL)
@@ -140,6 +136,5 @@ def test_a_door_that_is_stopped_lets_requests_end(folder: Path, tmp_path: Path) 
 
 
 def _refuses(two: Behind) -> bool:
-    answer = httpx.post(two.door.url + "/v1/completions", content=b'{"prompt": [40]}', headers=JSON)
-    time.sleep(0.01)
+    answer = two.door.post("/v1/completions", {"prompt": [40]})
     return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from support import leftovers
+from support.apart import free_port
 from support.live_server import children, eventually
 
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
@@ -42,7 +42,9 @@ def test_settings_are_read_from_texts_and_refused_by_name() -> None:
 def application() -> Iterator[str]:
     """Two replicas of the built-in model on a cluster of this process' own, of which no process is left afterwards."""
     before = set(leftovers.running(os.environ[leftovers.MARK]))
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when it is imported
+    # Read when it is imported.  A proxy that is not ready in 15 seconds would be killed, and none would follow.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+                   "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
     import ray
     from ray import serve
 
@@ -61,11 +63,6 @@ def application() -> Iterator[str]:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
     eventually(lambda: before.issuperset(leftovers.running(os.environ[leftovers.MARK])))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 def servers() -> list[int]:
@@ -96,7 +93,7 @@ def _text_of(lines: Iterator[str]) -> str:
 def _num_live(server: int) -> int:
     """Unfinished requests of a server."""
     command = Path(f"/proc/{server}/cmdline").read_text().split("\0")
-    return httpx.get(f"http://127.0.0.1:{command[command.index('--port') + 1]}/health").json()["num_live"]
+    return httpx.get(f"http://127.0.0.1:{command[command.index('--port') + 1]}/health", timeout=120).json()["num_live"]
 
 
 def _is_replaced(server: int) -> bool:

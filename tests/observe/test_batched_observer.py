@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from support.records import record_of
 
 from slotwise.core.params import SamplingSpec
@@ -66,12 +67,18 @@ def some(subject: BatchedObserver) -> None:
 SOME = ["arrived a 3", "commanded", "stepped 0", "stepped 1", "sent a 2"]
 
 
-def test_all_is_told_in_order_and_not_at_once() -> None:
+@pytest.fixture
+def long_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched_observer, "DELAY", 100.0)
+
+
+def test_all_is_told_in_order() -> None:
     assert during(some, batched_observer.DELAY * 4) == SOME == during(some, batched_observer.DELAY * 4, Broken())
+
+
+@pytest.mark.usefixtures("long_delay")
+def test_it_is_told_at_once_only_when_asked_for_or_seldom() -> None:
     assert during(some, 0.0) == []
-
-
-def test_it_is_told_at_once_when_asked_for_or_seldom() -> None:
     for tell, heard in ((BatchedObserver.flush, []), (lambda subject: subject.lost("why", 9), ["lost why"])):
         def play(subject: BatchedObserver, tell: Callable[[BatchedObserver], None] = tell) -> None:
             some(subject)
@@ -100,6 +107,7 @@ def test_one_who_reads_again_and_again_does_not_have_it_told_more_often_later() 
     assert asyncio.run(whole()) == 51
 
 
+@pytest.mark.usefixtures("long_delay")
 def test_what_is_kept_is_bounded() -> None:
     def flood(subject: BatchedObserver) -> None:
         for step in range(batched_observer.MOST + 5):

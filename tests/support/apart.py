@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import socket
 import struct
 import threading
@@ -37,9 +40,16 @@ SECRET = "of the tests, for both ends"
 FAULTS = ("drop", "delay", "corrupt", "truncate", "duplicate", "reset")
 
 
+_ports = itertools.count(os.getpid() * 101)  # test processes begin at different ones
+
+
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as found:
-        return int(found.getsockname()[1])
+    """A port below those that the system gives to sockets, one of which would take it before it is listened on."""
+    for number in _ports:
+        port = 10_000 + number % 20_000
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
+    raise AssertionError("there are no more numbers")
 
 
 class ToyBlocks:

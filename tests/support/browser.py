@@ -23,7 +23,8 @@ def browser() -> Iterator["playwright.sync_api.Browser"]:  # noqa: F821, UP037 -
     path = executable()
     if path is None:
         pytest.skip(f"no browser here: none of {', '.join(NAMES)} is installed")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+    expect.set_options(timeout=60_000)  # milliseconds: how long a page takes proves nothing
     with sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         try:

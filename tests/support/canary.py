@@ -12,12 +12,15 @@ import httpx
 
 from support.live_server import Server
 
-BODY = {"prompt": [40], "max_tokens": 200, "stream": True}  # through the toy's vocabulary, without meeting its end
+BODY = {"prompt": [40], "max_tokens": 200, "stream": True,  # through the toy's vocabulary, without meeting its end
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STEP = 0.001  # seconds of a step of the toy engine
 
 
 class Canary:
     """Sings until it is told to stop.  `gap` is the longest wait for an event, in seconds of the API process's
-    computing time: what other requests cost it, however busy the machine is with other things.
+    computing time: what other requests cost it, however busy the machine is with other things.  It is at most the time
+    of the tokens that the event has: one that came in time, and was read late, has a single token.
     """
 
     def __init__(self, server: Server, key: str = "") -> None:
@@ -48,12 +51,16 @@ class Canary:
                     self.texts.append("".join(self._words(response)))
 
     def _words(self, response: httpx.Response) -> Iterator[str]:
-        before = self.computed()
+        before, num_tokens = self.computed(), 0
         for line in response.iter_lines():
-            now = self.computed()
-            self.gap, before = max(self.gap, now - before), now
-            if line and line != "data: [DONE]":
-                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            if not line or line == "data: [DONE]":
+                continue
+            event, now = json.loads(line.removeprefix("data: ")), self.computed()
+            late = (event["usage"]["completion_tokens"] - num_tokens) * STEP
+            self.gap, before = max(self.gap, min(now - before, late)), now
+            num_tokens = event["usage"]["completion_tokens"]
+            if event["choices"]:
+                yield event["choices"][0]["text"]
 
 
 @contextmanager

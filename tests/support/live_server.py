@@ -19,6 +19,8 @@ import httpx
 JSON = {"Content-Type": "application/json"}
 POSTED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 PROGRAM = Path(__file__).with_name("server_process.py")
+ENDLESS_CONTEXT = "max_model_len=32000"  # of a server that gets what is endless
+ENDLESS = {"prompt": [2], "max_tokens": 30_000, "ignore_eos": True}  # runs until it is aborted
 
 
 @dataclass

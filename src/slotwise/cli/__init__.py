@@ -53,21 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = asked.run(asked)
         if IS_COMMAND:
             process.end(status)
-        return status
     except KeyboardInterrupt:
         form = partial(lines.final, getattr(asked, "log_format", lines.TEXT))
         print(process.interruption(f" {asked.command}", sys.stderr.isatty(), form), file=sys.stderr)
-        return process.INTERRUPTED
+        status = process.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        status = 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
         names = {name: asked.typed.get(name, "--" + name.replace("_", "-")) for name in vars(asked)}
         said = f"slotwise {asked.command}: {one_line(as_typed(described(error), names))}{memory_limit()}"
         print(lines.final(getattr(asked, "log_format", lines.TEXT), said), file=sys.stderr)
-        if IS_COMMAND:
-            process.leave(1)
-        return 1
+        status = 1
+    if IS_COMMAND:
+        process.leave(status)
+    return status
 
 
 def memory_limit() -> str:

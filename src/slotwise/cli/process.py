@@ -86,7 +86,9 @@ def end(status: int) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process after a failure, without waiting for threads and children that still compile."""
+    """Ends this process after a failure or an interrupt; waits for no thread and no child that still compiles."""
+    if _handler() is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and would print a traceback
     _kill_children()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

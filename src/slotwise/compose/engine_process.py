@@ -14,7 +14,10 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -141,8 +144,16 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel, lo
             engine.handle(command)
 
 
-def end(status: int) -> NoReturn:
-    """Ends this process at once: a thread that still compiles would abort the teardown of libraries, with a message."""
+def end(run: Callable[[], int]) -> NoReturn:
+    """Ends this process with the status that `run` returns, or with the traceback of what it raises.
+
+    It ends at once: a thread that still compiles would abort the teardown of libraries, with a message.
+    """
+    try:
+        status = run()
+    except Exception:
+        traceback.print_exc()
+        status = 1
     logging.shutdown()
     atexit._run_exitfuncs()
     sys.stderr.flush()
@@ -150,4 +161,4 @@ def end(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end(main(sys.argv[1], int(sys.argv[2])))
+    end(partial(main, sys.argv[1], int(sys.argv[2])))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.engine_builder import Loaded, following, load
@@ -171,4 +172,4 @@ def _serve(channel: BlockingChannel, ended: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    end(main(int(sys.argv[1])))
+    end(partial(main, int(sys.argv[1])))

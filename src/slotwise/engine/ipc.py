@@ -269,6 +269,7 @@ ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up
 SHORTEST_TIMEOUT = 4.0  # seconds; a few heartbeats may be late on a busy machine
 STUCK = 10  # timeouts that one step may take while heartbeats arrive
 SUSPECT = 0.5  # share of the timeout after which an engine counts as frozen
+FIRST_WORDS = 60.0  # seconds that a process gets for its imports before its first message, if the timeout is shorter
 LAST_WORDS = 5.0  # seconds that the engine's thread gets to notice by itself that the channel is closed
 
 Clock = Callable[[], float]
@@ -312,11 +313,12 @@ class HeartbeatMonitor:
     A tick adds at most two heartbeat intervals of silence, so a stall of this process does not count.
 
     Args:
-        timeout: seconds of silence after which an engine is given up.
+        timeout: seconds of silence after which an engine is given up; `FIRST_WORDS` at least before its first message.
     """
 
     def __init__(self, timeout: float, clock: Clock = time.monotonic) -> None:
         self._timeout = timeout
+        self._allowed = max(timeout, FIRST_WORDS)  # seconds of silence now
         self._clock = clock
         self._ticked_at = clock()
         self._silence = 0.0
@@ -325,7 +327,7 @@ class HeartbeatMonitor:
 
     def heard(self) -> None:
         """Resets the silence: called for all data from the engine."""
-        self._silence = 0.0
+        self._silence, self._allowed = 0.0, self._timeout
 
     def on_heartbeat(self, step_ns: int) -> None:
         self._step = step_ns * 1e-9
@@ -349,14 +351,14 @@ class HeartbeatMonitor:
     @property
     def frozen(self) -> bool:
         """True after `SUSPECT` of the timeout: the engine should get no further requests."""
-        return self._doubt >= SUSPECT * self._timeout
+        return self._doubt >= SUSPECT * self._allowed
 
     @property
     def verdict(self) -> str:
         """Why the engine must be given up; empty if it need not be."""
-        if self._doubt < self._timeout:
+        if self._doubt < self._allowed:
             return ""
-        if self._silence >= self._timeout:
+        if self._silence >= self._allowed:
             return f"the engine has been frozen for {self._silence:.0f} s"
         return f"the engine has been in one step for {self._step:.0f} s"
 

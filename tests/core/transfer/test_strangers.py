@@ -88,7 +88,7 @@ def test_a_recorded_greeting_opens_nothing(pair: Pair) -> None:
         connector(pair).connect(HOST, between.getsockname()[1], 5.0).close()
         thread.join()
     (proof,) = spoken
-    with socket.create_connection((HOST, pair.port), 5.0) as stream:
+    with socket.create_connection((HOST, pair.port), 60.0) as stream:
         greeting = _all(stream, len(MAGIC) + NONCE)
         assert greeting.startswith(MAGIC)
         stream.sendall(proof)
@@ -98,7 +98,7 @@ def test_a_recorded_greeting_opens_nothing(pair: Pair) -> None:
 def _record(between: socket.socket, target: tuple[str, int], spoken: list[bytes]) -> None:
     """Pass a greeting on, and keep what the consumer says."""
     consumer, _ = between.accept()
-    with consumer, socket.create_connection(target, 5.0) as producer:
+    with consumer, socket.create_connection(target, 60.0) as producer:
         consumer.sendall(_all(producer, len(MAGIC) + NONCE))
         spoken.append(_all(consumer, NONCE + PROOF))
         producer.sendall(spoken[0])
@@ -108,7 +108,7 @@ def _record(between: socket.socket, target: tuple[str, int], spoken: list[bytes]
 def test_silent_connections_keep_no_consumer_out_and_few_threads_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectors, "GREETING", 600.0)
     pair = Pair(TCP, timeout=600.0)
-    strangers = [socket.create_connection((HOST, pair.port), 5.0) for _ in range(MAX_CONSUMERS + 10)]
+    strangers = [socket.create_connection((HOST, pair.port), 60.0) for _ in range(MAX_CONSUMERS + 10)]
     pair.prefill("a", PROMPT)
     pair.decode("a", PROMPT)
     pair.run()
@@ -124,7 +124,7 @@ def test_silent_connections_keep_no_consumer_out_and_few_threads_busy(monkeypatc
 def test_connections_without_the_secret_do_not_fill_the_log(
         pair: Pair, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(30):
-        with socket.create_connection((HOST, pair.port), 5.0) as stream:
+        with socket.create_connection((HOST, pair.port), 60.0) as stream:
             stream.sendall(sent)
             stream.shutdown(socket.SHUT_WR)
             while stream.recv(100):
@@ -167,7 +167,7 @@ def _has_ended(stream: socket.socket) -> bool:
 def test_a_greeting_that_trickles_has_an_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectors, "GREETING", 0.5)
     began = time.monotonic()
-    with socket.create_connection((HOST, pair.port), 5.0) as stream, contextlib.suppress(OSError):
+    with socket.create_connection((HOST, pair.port), 60.0) as stream, contextlib.suppress(OSError):
         while time.monotonic() < began + 60.0:
             stream.sendall(b"x")
             time.sleep(0.05)  # each read ends in time

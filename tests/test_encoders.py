@@ -147,7 +147,10 @@ def test_dense_modules_follow_the_pooling(prompts, tmp_path):
         save_file(tensors[path], folder / path / "model.safetensors")
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    found = vectors(engine(folder), prompts, PoolingSpec("mean"))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 120, "do_lower_case": False}))
+    with pytest.raises(ConfigError, match=r"max_model_len .*120"):
+        engine(folder)
+    found = vectors(engine(folder, max_model_len=120), prompts, PoolingSpec("mean"))
     first, second = tensors.values()
     for vector, prompt in zip(found, prompts, strict=True):
         with torch.inference_mode(), checkpoints.one_thread():
@@ -157,7 +160,7 @@ def test_dense_modules_follow_the_pooling(prompts, tmp_path):
     (folder / "2_Dense" / "config.json").write_text(json.dumps({
         "in_features": 96, "out_features": 160, "bias": True, "activation_function": "torch.nn.Mish"}))
     with pytest.raises(CheckpointError, match="2_Dense: activation_function mish is not supported"):
-        engine(folder)
+        engine(folder, max_model_len=120)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])

@@ -17,10 +17,12 @@ from slotwise.compute.model.family_table import adaptable
 from slotwise.compute.model.loading import load_model, read_config
 from slotwise.errors import CheckpointError
 
-FEW = ("gpt_oss", "olmo2")
+FEW = ("gpt_oss", "olmo2", "qwen3_5")
 ASKED = checkpoints.FAMILIES if checkpoints.ARE_ALL_ASKED else FEW
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-CALM = {"opt_350m": {"init_std": 0.1}, "gpt_neo": {"initializer_range": 0.1}, "openai_gpt": {"initializer_range": 0.1}}
+CALM: dict[str, dict[str, float]] = {"opt_350m": {"init_std": 0.1}} | {
+    name: {"initializer_range": 0.1}
+    for name in ("gpt_neo", "openai_gpt", "bert_decoder", "ernie", "bert_generation", "megatron_bert")}
 """Narrower weights where wide ones make scores so sharp that rounding changes which token is attended to."""
 NOT_ADAPTED = "adapters are not supported with"
 

@@ -284,7 +284,12 @@ def test_the_checkpoint_says_how_it_pools(tmp_path):
     chosen = read_pooling(tmp_path, {"seq_pooling_type": "LAST", "use_activation": True}).params
     assert chosen == params.PoolingSpec("last")
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True})
+    write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": False})
     assert read_pooling(tmp_path).params == params.PoolingSpec("cls", normalize=False)
+    write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
+    with pytest.raises(CheckpointError, match=r"sentence_bert_config.json: do_lower_case True is not supported"):
+        read_pooling(tmp_path)
+    (tmp_path / "sentence_bert_config.json").unlink()
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True})
     assert "cls and max" in read_pooling(tmp_path).objection
     write(tmp_path, "modules.json", [*modules, {"type": "sentence_transformers.models.LSTM"}])

@@ -41,7 +41,7 @@ from slotwise.errors import CheckpointError
 pytestmark = pytest.mark.slow
 
 # What no ranks divide for another reason.
-WHOLE = [("gemma3n", "tp"), ("gemma3n", "pp"), ("gemma4", "pp"), ("bitnet", "tp")]
+WHOLE = [("gemma3n", "tp"), ("gemma3n", "pp"), ("gemma4", "pp"), ("bitnet", "tp"), ("diffllama", "tp")]
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
 EVERY_LAYOUT = ("llama3", "gemma2", "gpt_oss", "qwen2_moe")  # others divide the same layers
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
@@ -74,7 +74,8 @@ def engine_of(folder: Path, layout: tuple[int, int] = (1, 1), **settings: Any) -
 def memory(folder: Path, width: int = 1) -> int:
     """Bytes of a cache in which four rows do not fit, but where windows leave blocks to the others."""
     config = read_config(folder)
-    block = 2 * 16 * 4 * config.num_layers * max(width, config.num_kv_heads) * padded(config.head_dim)
+    kv_heads = config.attention_shape(0).num_kv_heads
+    block = 2 * 16 * 4 * config.num_layers * max(width, kv_heads) * padded(config.head_dim)
     return (18 if any(config.windows) else 9) * block
 
 

@@ -38,6 +38,8 @@ OF_METHODS = {  # methods of a quantization_config: what is read and what is not
         "points, `actorder`.", "Sparse and rotated weights, NVFP4, a quantized cache (`kv_cache_scheme`)."),
     "fp8": ("E4M3 with `weight_block_size` (DeepSeek, Qwen3) or a scale for each matrix.", "E5M2."),
     "mxfp4": ("The experts of gpt-oss (`_blocks`, `_scales`), multiplied packed.", ""),
+    "bitnet": ("Ternary weights, four to a byte, `linear_class` `bitlinear` and `autobitlinear`; activations are not "
+               "rounded.", "`quantization_mode` `online`; norms in products."),
     "bitsandbytes": ("NF4, with and without double quantization; int8.", "FP4; another `bnb_4bit_quant_storage`.")}
 WITHOUT = (  # a capability, and a name that would be there with it
     ("data parallelism within one server: `slotwise scale` starts several behind one address", "--data-parallel-size"),

@@ -14,7 +14,7 @@ from slotwise.compute.model.unserved_families import GROUPS, UNSERVED
 ELSEWHERE = {  # their text parts: tests/compute/model/test_text_parts.py and test_decoder.py
     "Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration", "Gemma3nForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
     "GotOcr2ForConditionalGeneration", "Llama4ForConditionalGeneration"}
 

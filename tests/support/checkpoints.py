@@ -57,6 +57,7 @@ GPT = CLASSIC | dict.fromkeys(("intermediate_size", "hidden_size", "num_hidden_l
                                "max_position_embeddings"), ...) | {
     "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 2048, "n_inner": 160, "initializer_range": 0.2}
 OPT = CLASSIC | {"intermediate_size": ..., "initializer_range": ..., "ffn_dim": 160, "init_std": 0.2}
+DECODER = CLASSIC | {"is_decoder": True, "initializer_range": 0.5}
 XGLM = OPT | UNTIED | {"hidden_size": ..., "num_hidden_layers": ..., "num_attention_heads": ..., "d_model": 96,
                        "num_layers": 3, "attention_heads": 4, "init_std": 0.5}
 
@@ -108,6 +109,17 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", HYBRID | EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", HYBRID | {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | EXPERTS | {"intermediate_size": ..., "attention_bias": True}),
+    "olmo_hybrid": ("OlmoHybrid", HYBRID | {
+        "head_dim": ..., "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "linear_key_head_dim": 12}),
+    "diffllama": ("DiffLlama", {"head_dim": 24, "lambda_std_dev": 0.5, "attention_bias": True}),
+    "laguna": ("Laguna", EXPERTS | {
+        "num_hidden_layers": 4, "sliding_window": 48, "moe_routed_scaling_factor": 1.5,
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6]}),
+    "kimi_linear": ("KimiLinear", LATENT | ROUTED | {
+        "q_lora_rank": None, "n_routed_experts": ..., "first_k_dense_replace": ..., "num_local_experts": 8,
+        "linear_head_dim": 6, "linear_num_heads": 2, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}),
     "glm4_moe": ("Glm4Moe", GROUPED | {"use_qk_norm": True}),
     "dots1": ("Dots1", GROUPED | {"first_k_dense_replace": 1, "sliding_window": 48, "max_window_layers": 1,
                                   "norm_topk_prob": True}),
@@ -209,6 +221,20 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 48, "layer_types": [
         "sliding_attention", "full_attention"] * 2, "head_dim": ..., "rms_norm_eps": ..., "logit_scale": 0.5}),
     "apertus": ("Apertus", {"num_hidden_layers": 2, "rope_parameters": LLAMA3_ROPE}),
+    "apertus1p5": ("Apertus1p5Text", {"num_hidden_layers": 2, "rope_parameters": LLAMA3_ROPE}),
+    "cohere_compass": ("CohereCompass", {
+        "num_hidden_layers": 4, "sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": ..., "rms_norm_eps": ..., "logit_scale": 0.5, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4]},
+            "full_attention": None}}),
+    "cohere2_moe": ("Cohere2Moe", {
+        "num_hidden_layers": 4, "sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "prefix_dense_intermediate_size": 192,
+        "rms_norm_eps": ..., "logit_scale": 0.5, "num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2}),
+    "dbrx": ("Dbrx", {
+        **dict.fromkeys(UNKNOWN + SHAPE, ...), "d_model": 96, "n_layers": 3, "n_heads": 4, "max_seq_len": 2048,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10_000.0}, "ffn_config": {
+            "ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 3}}),
     "arcee": ("Arcee", {"num_hidden_layers": 2, "mlp_bias": True}),
     "jais2": ("Jais2", {"num_hidden_layers": 2, "rms_norm_eps": ...}),
     "nanochat": ("NanoChat", {"num_hidden_layers": 2, "head_dim": ...}),
@@ -266,11 +292,16 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGpt", CLASSIC | UNTIED | {"initializer_range": 0.3}),
     "ctrl": ("CTRLLMHeadModel", GPT | UNTIED | {"n_inner": ..., "dff": 160}),
     "openai_gpt": ("OpenAIGPTLMHeadModel", GPT | {"n_inner": ..., "initializer_range": 0.5}),
+    "bert_decoder": ("BertLMHeadModel", DECODER),
+    "ernie": ("Ernie", DECODER),
+    "bert_generation": ("BertGenerationDecoder", DECODER),
+    "megatron_bert": ("MegatronBert", DECODER | {"initializer_range": 0.8}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),
 }  # fmt: skip
 
 RECURRENT = (  # families whose states no ranks divide
+    "olmo_hybrid", "kimi_linear",
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h_moe", "falcon_h1")
 
@@ -286,7 +317,10 @@ ALIKE = {
     "hunyuan_moe": "hunyuan", "gpt_bigcode": "gpt2", "gpt_neo": "gpt2", "starcoder2": "gpt2",
     "gpt_neox_japanese": "gpt_neox", "nemotron": "gpt_neox", "persimmon": "phi", "codegen": "gptj",
     "stablelm": "stablelm_12b", "olmo": "stablelm_12b", "opt": "opt_350m", "openai_gpt": "opt_350m",
-    "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m",
+    "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m", "ernie": "opt_350m",
+    "bert_decoder": "opt_350m", "bert_generation": "opt_350m", "megatron_bert": "gpt2",
+    "cohere2_moe": "cohere2", "dbrx": "qwen3_moe", "olmo_hybrid": "qwen3_next", "laguna": "afmoe",
+    "apertus1p5": "apertus", "cohere_compass": "cohere2",
 }  # fmt: skip
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
@@ -299,6 +333,9 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm_roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1}),
     "camembert": ("Camembert", {"pad_token_id": 1}),
     "electra": ("Electra", {"embedding_size": 96}),
+    "electra_small": ("Electra", {"embedding_size": 40}),
+    "mpnet": ("MPNet", {"pad_token_id": 1, "head_dim": ...}),
+    "albert": ("Albert", {"embedding_size": 40, "num_hidden_groups": 2, "num_hidden_layers": 4, "head_dim": ...}),
     "distilbert": ("DistilBert", {"hidden_size": ..., "num_hidden_layers": ..., "num_attention_heads": ..., "dim": 96,
                                   "hidden_dim": 160, "n_layers": 3, "n_heads": 4}),
     "nomic_bert": ("NomicBert", {"head_dim": 24}),
@@ -306,18 +343,21 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBert", {"head_dim": ..., "num_hidden_layers": 4, "local_attention": 24, "norm_bias": True,
                                   "classifier_pooling": "mean", "sep_token_id": 2, "cls_token_id": 1}),
 }
-ENCODERS_ALIKE = {"xlm_roberta": "roberta", "camembert": "roberta", "electra": "bert", "distilbert": "bert"}
+ENCODERS_ALIKE = {"xlm_roberta": "roberta", "camembert": "roberta", "electra": "bert", "distilbert": "bert",
+                  "electra_small": "albert"}
 COMPARED_ENCODERS = [name for name in ENCODERS if ARE_ALL_ASKED or name not in ENCODERS_ALIKE]
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt",
-                '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt")
+                '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt", "megatron-bert", '"mpnet"')
 """In configs of models whose attention torch's own does not compute."""
-UNPADDED = ("llama4_text",)  # types of models whose tokens depend on padding
+UNPADDED = ("llama4_text", "bert-generation")  # types of models whose tokens depend on padding
 UNSCALED = ("Gemma3n", "Gemma4", "Gemma4Unified")
 """Classes whose scores are not divided by the root of the size of a head."""
 
-DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "ffn.2"))
+PRODUCTS = "Wqkv.weight", "out_proj.weight"  # which DBRX has in a module called a norm
+
+DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "ffn.2", "output.dense"))
 """The second product of an MLP without gates."""
 
 CHAT_TEMPLATE = (
@@ -329,7 +369,7 @@ CHAT_TEMPLATE = (
 def class_name(family: str) -> str:
     """The class of transformers, as `architectures` in config.json has it."""
     name = _SHAPES[family][0]
-    return name if name.endswith("Model") else f"{name}ForCausalLM"
+    return name if name.endswith(("Model", "Decoder")) else f"{name}ForCausalLM"
 
 
 def make(
@@ -371,14 +411,15 @@ def build(
             if type(part).__name__ == "Conv1D":  # which not every class draws as its config says
                 torch.nn.init.normal_(part.weight, std=config.initializer_range)
         for key, tensor in model.named_parameters():
-            is_norm = key.rpartition(".")[0] in norms or "norm" in key
+            is_norm = (key.rpartition(".")[0] in norms or "norm" in key) and not key.endswith(PRODUCTS)
             if (is_norm or key.endswith(("scale", "alpha_p", "alpha_n"))) and not key.endswith("bias"):
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
                 if "q_norm" in key and _SHAPES[family][0] in UNSCALED:  # or attention would have one token each
                     tensor.data /= 8
             elif key.endswith(("conv1d.weight", "bias")):
                 torch.nn.init.normal_(tensor, std=0.2 if is_norm or "correction" in key else 0.5)
-            elif key.endswith(DOWN):  # what an activation without gates adds for every token alike would dominate
+            # What an activation without gates adds for every token alike would dominate.
+            elif key.endswith(DOWN) and "attention" not in key:
                 with torch.no_grad():
                     tensor -= tensor.mean(tensor.shape.index(max(tensor.shape)), keepdim=True)
         for key, tensor in model.named_buffers():

@@ -182,7 +182,23 @@ def _floats(strategy: str, **more: Any) -> dict[str, Any]:
 
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
+def bitnet(linear_class: str) -> Kind:
+    """Ternary weights, as transformers packs them."""
+
+    def write(weight: Tensor) -> Written:
+        from transformers.integrations.bitnet import pack_weights
+
+        scale = weight.abs().mean()
+        codes = (weight / scale).round().clamp(-1, 1)
+        stored = 1 / scale if linear_class == "bitlinear" else scale
+        return {"weight": pack_weights(codes.clone()), "weight_scale": stored.view(1)}, codes * scale
+
+    return Kind({"quant_method": "bitnet", "linear_class": linear_class}, write)
+
+
 KINDS: dict[str, Callable[[], Kind]] = {
+    "BitNet": lambda: bitnet("bitlinear"),
+    "BitNet, multiplied": lambda: bitnet("autobitlinear"),
     "gptq 4": lambda: gptq(4, 128),
     "gptq 4, act-order": lambda: gptq(4, 32, ordered=True),
     "gptq 4, asymmetric": lambda: gptq(4, 64, symmetric=False, ordered=True),

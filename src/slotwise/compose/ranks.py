@@ -122,7 +122,7 @@ class RankFiles(NamedTuple):
         """Files for the largest exchange of any step; memory is taken as it is used."""
         width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
         logits = LOGIT * -(-described.vocab_size // width)
-        longest = min(config.max_model_len or described.max_position_embeddings, described.max_position_embeddings)
+        longest = min(config.max_model_len or described.longest, described.longest)
         tokens = config.step_tokens + config.max_num_seqs * longest  # whole prompts of a static batch
         message = tokens * described.hidden_size * described.dtype.itemsize
         return cls([shared_file(size_of(width, max(CHUNK, logits))) for _ in range(stages)],

@@ -130,7 +130,7 @@ def _sized(
     if config.kv_offloading_size and kernels.name == "cpu":
         raise ConfigError("kv_offloading_size is for devices with memory of their own: on the CPU the cache is in host "
                           "memory already, so raise kv_cache_memory instead")
-    model_tokens = decoder.config.max_position_embeddings
+    model_tokens = decoder.config.longest
     groups = cache_groups(config, decoder)
     block_size = block_tokens(config, decoder, groups)
     per_block = sum(kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
@@ -161,7 +161,7 @@ def cache_groups(config: EngineConfig, decoder: DecoderSizes) -> LayerGroups:
     kv_layers = decoder.config.kv_layers
     if config.speculative_config and config.speculative_config.model:
         return one_group(len(decoder.layer_shapes), kv_layers)
-    model_tokens = decoder.config.max_position_embeddings
+    model_tokens = decoder.config.longest
     return layer_groups(decoder.layer_shapes, min(config.max_model_len or model_tokens, model_tokens), kv_layers)
 
 

@@ -47,7 +47,7 @@ class Layer:
         heads = shape.num_value_heads
         self.kernels, self.shape, self.kind, self.block_size, self._draw = kernels, shape, kind, block_size, draw
         self.weights = DeltaWeights(
-            self._normal(shape.taps, shape.channels), -self._normal(heads).exp(), self._normal(heads),
+            self._normal(shape.taps, shape.channels), -self._normal(heads).exp(), self._normal(shape.num_decays),
             1 + 0.1 * self._normal(shape.value_dim), 1e-6)
         self.cache: LayerCache = kernels.allocate_cache(BLOCKS, block_size, shape, kind)
         for piece in kernels.cache_pieces(self.cache):
@@ -60,7 +60,7 @@ class Layer:
     def sequence(self, tokens: int) -> Sequence:
         """A new one of so many tokens."""
         mixed = self._normal(tokens, self.shape.channels + self.shape.values).to(self.kind)
-        gates = self._normal(tokens, 2 * self.shape.num_value_heads).to(self.kind)
+        gates = self._normal(tokens, self.shape.num_value_heads + self.shape.num_decays).to(self.kind)
         return Sequence(mixed, gates, [self._free.pop() for _ in range(-(-tokens // self.block_size))])
 
     def step(self, rows: list[tuple[Sequence, int]], on_trial: list[int] | None = None) -> list[Tensor]:
@@ -86,8 +86,9 @@ class Layer:
 
 
 SHAPES = st.builds(
-    lambda keys, per_key, key_dim, value_dim, taps: DeltaShape(keys, keys * per_key, key_dim, value_dim, taps),
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5))
+    lambda keys, per_key, *sizes: DeltaShape(keys, keys * per_key, *sizes),
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5), st.booleans(),
+    st.sampled_from([1.0, 2.0]), st.booleans())
 
 
 @settings(max_examples=10, deadline=None)

@@ -124,6 +124,17 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "AXK1Config": ("axk1", {"mlp_layer_types": ...}),
     "YoutuConfig": ("youtu", {}),
     "MiniCPM3Config": ("minicpm3", {}),
+    "Apertus1p5TextConfig": ("apertus1p5", {}),
+    "CohereCompassTextConfig": ("cohere_compass", {
+        "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "Cohere2MoeConfig": ("cohere2_moe", {
+        "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}),
+    "DbrxConfig": ("dbrx", {}),
+    "DiffLlamaConfig": ("diffllama", {}),
+    "LagunaConfig": ("laguna", {
+        "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"] * 2}),
+    "KimiLinearConfig": ("kimi_linear", CALM),
     "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 BASES |= {
@@ -146,6 +157,10 @@ BASES |= {
     "BioGptConfig": ("biogpt", {}),
     "CTRLConfig": ("ctrl", {}),
     "OpenAIGPTConfig": ("openai_gpt", {"initializer_range": 0.2}),
+    "BertConfig": ("bert_decoder", {"initializer_range": 0.2}),
+    "ErnieConfig": ("ernie", {"initializer_range": 0.2}),
+    "BertGenerationConfig": ("bert_generation", {"initializer_range": 0.2}),
+    "MegatronBertConfig": ("megatron_bert", {}),
 }
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
@@ -154,7 +169,8 @@ READ_BESIDE = {  # fields that transformers obeys, but the class does not list
 DERIVED = (  # that transformers writes, from other fields
     "layer_types", "attention_layers", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config",
     "moe_layers")
-NOT_DERIVED = ("GraniteMoeHybridConfig", "Lfm2MoeConfig", "NemotronHConfig")  # classes whose layer types are not
+# Classes whose layer types are not derived.
+NOT_DERIVED = ("GraniteMoeHybridConfig", "KimiLinearConfig", "Lfm2MoeConfig", "NemotronHConfig")
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
 NOTHING: dict[str, Any] = {
@@ -278,7 +294,21 @@ BUILT |= {
     "intermediate_multiple_size": 3, "num_layers": 5, "qk_layernorm": False, "use_qkv_bias": False,
     "do_layer_norm_before": True, "enable_bias": False, "ffn_dim": 192, "layer_norm_elementwise_affine": False,
     "word_embed_proj_dim": 48, "attention_heads": 8, "d_model": 128, "dff": 192}
-REFUSED |= {"add_cross_attention": True, "scale_attn_by_inverse_layer_idx": True}
+BUILT |= {"type_vocab_size": 3}
+NOTHING |= {"task_type_vocab_size": 5}
+REFUSED |= {"use_task_id": True, "add_cross_attention": True, "scale_attn_by_inverse_layer_idx": True}
+# Of families of 2025 and 2026.
+NOTHING |= {"pooling": "mean", "lambda_std_dev": 0.9, "rope_theta": 5e5}
+EDITED |= {
+    "expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "moe_routed_scaling_factor": 0.7,
+    "prefix_dense_sliding_window_pattern": 2, "moe_renormalize": False, "num_expert_group": 2,
+    "num_experts_per_token": 1}
+BUILT |= {
+    "prefix_dense_intermediate_size": 128, "num_attention_heads_per_layer": [6, 4, 4, 6], "gating": "per-element",
+    "linear_head_dim": 16, "linear_num_heads": 4}
+READ |= {"model_max_length": (128, lambda config: config.max_position_embeddings, 128)}
+REFUSED |= {"output_vocab_size": 512, "moe_apply_router_weight_on_input": True, "moe_router_logit_softcapping": 5.0,
+            "ffn_config": {"ffn_act_fn": {"name": "gelu"}}}
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 # Fields of BUILT that one checkpoint has together: transformers obeys each, so one that Slotwise does not obey shows.
 # No size is what another one's rule would give: heads are 32 wide, of hidden states of 128.
@@ -309,6 +339,8 @@ ACTIVE: dict[str, tuple[dict[str, Any], Any]] = {"hidden_act": (EDITED, "relu")}
 TABLE: dict[str, tuple[dict[str, Any], Any]] = {"max_position_embeddings": (BUILT, 100)}
 SPLIT: dict[str, tuple[dict[str, Any], Any]] = dict.fromkeys(  # of weights whose shapes do not depend on it
     ("num_attention_heads", "n_head", "num_heads", "attention_heads"), (EDITED, 8))
+DECODER = UNTURNED | ACTIVE | TABLE | SPLIT | {
+    "is_decoder": (REFUSED, False), "tie_word_embeddings": (REFUSED, False), "chunk_size_feed_forward": (NOTHING, 0)}
 COMPUTED = {"n_positions": (READ, (128, lambda config: config.max_position_embeddings, 128))}
 OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "GPT2Config": UNTURNED | SPLIT,
@@ -331,6 +363,33 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "BioGptConfig": UNTURNED | ACTIVE | TABLE | SPLIT | {"layer_norm_eps": (NOTHING, 0.5)},
     "CTRLConfig": UNTURNED | COMPUTED | SPLIT | {"layer_norm_epsilon": (EDITED, 9.0)},
     "OpenAIGPTConfig": UNTURNED | SPLIT,
+    "CohereCompassTextConfig": {
+        "rope_parameters": (EDITED, {"sliding_attention": LINEAR, "full_attention": None}),
+        "rope_scaling": (REFUSED, LINEAR), "num_hidden_layers": (REFUSED, 5)},
+    "Cohere2MoeConfig": {
+        "num_hidden_layers": (REFUSED, 5), "sliding_window_pattern": (NOTHING, 3),
+        "rope_scaling": (NOTHING, LINEAR),
+        "norm_topk_prob": (NOTHING, False), "mlp_layer_types": (BUILT, ["sparse", "dense", "sparse", "sparse"])},
+    "DbrxConfig": {
+        "attn_config": (EDITED, {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10_000.0}), "n_heads": (BUILT, 8),
+        "num_key_value_heads": (NOTHING, 1), "tie_word_embeddings": (REFUSED, True)},
+    "DiffLlamaConfig": {
+        "attention_dropout": (NOTHING, 0.0), "num_key_value_heads": (BUILT, 4), "attention_bias": (BUILT, False)},
+    "LagunaConfig": {
+        "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN}),
+        "rope_scaling": (REFUSED, LINEAR), "num_hidden_layers": (REFUSED, 5), "num_attention_heads": (NOTHING, 8),
+        "num_key_value_heads": (BUILT, 1), "mlp_layer_types": (BUILT, ["sparse", "dense", "sparse", "sparse"])},
+    "KimiLinearConfig": LATENT | {
+        "head_dim": (NOTHING, 16), "rope_scaling": (NOTHING, LINEAR), "num_hidden_layers": (REFUSED, 5),
+        "layer_types": (BUILT, HYBRID), "mlp_layer_types": (BUILT, ["sparse", "dense", "sparse", "sparse"]),
+        "num_experts": (BUILT, 12),
+        **{name: (REFUSED, value) for name, value in (  # under another name than the file's
+            ("norm_topk_prob", False), ("num_experts_per_tok", 1), ("n_group", 2), ("num_local_experts", 12),
+            ("n_shared_experts", 1), ("max_position_embeddings", 128))}},
+    "BertConfig": DECODER,
+    "ErnieConfig": DECODER,
+    "BertGenerationConfig": DECODER,
+    "MegatronBertConfig": DECODER,
     "Gemma3TextConfig": {
         "use_bidirectional_attention": (READ, (True, lambda config: not config.is_causal, True)),
         "attn_logit_softcapping": (REFUSED, 2.0),

@@ -32,7 +32,8 @@ DERIVED = ("layer_types",)  # that transformers writes, from other fields
 # Values that change nothing, neither in transformers' hidden states nor in what Slotwise reads.
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "dropout", "attention_dropout",
-     "qa_dropout", "seq_classif_dropout", "summary_last_dropout", "mlp_dropout", "embedding_dropout"), 0.5) | {
+     "qa_dropout", "seq_classif_dropout", "classifier_dropout_prob",
+     "summary_last_dropout", "mlp_dropout", "embedding_dropout"), 0.5) | {
     "transformers_version": "4.1.0", "output_hidden_states": True, "return_dict": False, "chunk_size_feed_forward": 5,
     "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression", "num_labels": 3, "pretraining_tp": 2,
     "initializer_range": 0.9, "initializer_cutoff_factor": 1.0, "use_cache": False, "bos_token_id": 5,
@@ -55,6 +56,7 @@ BUILT: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 64, "dim": 64, "intermediate_size": 192, "hidden_dim": 192,
     "num_hidden_layers": 5, "n_layers": 5, "num_key_value_heads": 1,
     "head_dim": 16, "type_vocab_size": 3, "norm_bias": False, "attention_bias": True, "mlp_bias": True,
+    "embedding_size": 64, "num_hidden_groups": 4,
 }  # fmt: skip
 # Values that the reader obeys without the hidden states: what must be read from them.
 READ: dict[str, tuple[Any, Callable[[ModelConfig], Any], Any]] = {
@@ -67,7 +69,8 @@ READ: dict[str, tuple[Any, Callable[[ModelConfig], Any], Any]] = {
 }
 REFUSED: dict[str, Any] = {
     "is_encoder_decoder": True, "is_decoder": True, "add_cross_attention": True, "model_type": "opt",
-    "architectures": ["OPTModel"], "per_layer_config": {"0": {"intermediate_size": 64}}, "embedding_size": 64,
+    "architectures": ["OPTModel"], "per_layer_config": {"0": {"intermediate_size": 64}}, "inner_group_num": 2,
+    "relative_attention_num_buckets": 16,
 }  # fmt: skip
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 
@@ -79,7 +82,10 @@ BY_KIND = {"full_attention": LINEAR, "sliding_attention": PLAIN}
 OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     **dict.fromkeys(("roberta", "xlm_roberta", "camembert"), OF_POSITIONS),
     "bert": {"rope_scaling": (NOTHING, LINEAR)},
-    "electra": {"rope_scaling": (NOTHING, LINEAR), "hidden_size": (REFUSED, 64)},
+    "electra": {"rope_scaling": (NOTHING, LINEAR)},
+    "electra_small": {"rope_scaling": (NOTHING, LINEAR)},
+    "albert": {"rope_scaling": (NOTHING, LINEAR), "num_hidden_layers": (EDITED, 5)},
+    "mpnet": OF_POSITIONS | {"pad_token_id": (NOTHING, 5)},
     "distilbert": {"rope_scaling": (NOTHING, LINEAR)},
     "nomic_bert": {"num_attention_heads": (BUILT, 6), "hidden_size": (BUILT, 128), "hidden_act": (EDITED, "gelu")},
     "eurobert": {"num_attention_heads": (BUILT, 8), "hidden_act": (REFUSED, "gelu")},

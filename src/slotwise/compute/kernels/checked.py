@@ -228,8 +228,8 @@ class CheckedKernels:
         self.check_batch(batch)
         tokens, heads = len(batch.token_ids), shape.num_value_heads
         self._check("gated_delta: mixed", mixed, (tokens, shape.channels + shape.values), FLOATS)
-        self._check("gated_delta: gates", gates, (tokens, 2 * heads), (mixed.dtype,))
-        sizes = {"convolution": (shape.taps, shape.channels), "rate": (heads,), "step_bias": (heads,),
+        self._check("gated_delta: gates", gates, (tokens, heads + shape.num_decays), (mixed.dtype,))
+        sizes = {"convolution": (shape.taps, shape.channels), "rate": (heads,), "step_bias": (shape.num_decays,),
                  "norm": (shape.value_dim,)}
         for name, size in sizes.items():
             self._check(f"gated_delta: {name}", getattr(weights, name), size, (torch.float32,))
@@ -314,7 +314,8 @@ class CheckedKernels:
             self._check("attention: sinks", sinks, (shape.num_heads,), (torch.float32,))
         if biases is not None:
             self._check("attention: biases", biases, (shape.num_heads, biases.shape[1]), (torch.float32,))
-            if biases.shape[1] < batch.max_context_len or not shape.has_biases:
+            positions = (biases.shape[1] + 1) // 2 if shape.has_relative_biases else biases.shape[1]
+            if positions < batch.max_context_len or not (shape.has_biases or shape.has_relative_biases):
                 raise KernelArgumentError(f"attention: biases of {biases.shape[1]} positions, for a context of "
                                           f"{batch.max_context_len} and has_biases {shape.has_biases}")
         result = self._kernels.attention(query, cache, batch, shape, sinks, biases)

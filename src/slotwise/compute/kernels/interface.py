@@ -205,6 +205,7 @@ class AttentionShape:
         window: tokens that a query sees, itself included; 0: no limit.  Without causality as many on either side.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2); 0: scores are not capped.
         has_biases: scores have biases by head and position of the key (ALiBi).
+        has_relative_biases: they are by head, and by the position of the key less that of the query (MPNet).
         is_chunked: the window is that of a chunk of positions, which begins at a multiple of its size (Llama 4).
         is_causal: a query sees no token after itself.  Else it sees those of its row's context, too (BERT).
     """
@@ -218,6 +219,7 @@ class AttentionShape:
     is_causal: bool = True
     has_biases: bool = False
     is_chunked: bool = False
+    has_relative_biases: bool = False
 
     @property
     def span(self) -> int:
@@ -435,7 +437,9 @@ class DeltaShape(StateShape):
 
         state = decay * state;  state += outer(k, beta * (v - k @ state));  out = q @ state / sqrt(key_dim)
 
-    for each value head, with `beta = sigmoid(b)` and `decay = exp(rate * softplus(a + step_bias))`.
+    for each value head, with `beta = scale * sigmoid(b)` and `decay = exp(rate * softplus(a + step_bias))`.  A state
+    has one decay, or one for each of its `key_dim` lines (Kimi Team, "Kimi Linear", 2025).  A `scale` of 2 lets states
+    change their sign (Grazzi et al., "Unlocking state-tracking in linear RNNs through negative eigenvalues", 2024).
     """
 
     # Every key head serves the same number of adjacent value heads.
@@ -444,6 +448,9 @@ class DeltaShape(StateShape):
     key_dim: int
     value_dim: int
     taps: int
+    decays_lines: bool = False  # each line of a state has a decay of its own
+    beta_scale: float = 1.0
+    is_gated_by_sigmoid: bool = False  # results are multiplied by `sigmoid(z)` in place of `silu(z)`
 
     @property
     def channels(self) -> int:
@@ -461,11 +468,17 @@ class DeltaShape(StateShape):
         return self.values * self.key_dim
 
     @property
+    def num_decays(self) -> int:
+        """Decays of all value heads."""
+        return self.num_value_heads * (self.key_dim if self.decays_lines else 1)
+
+    @property
     def width(self) -> int:
-        return 3 * self.channels + 2 * (self.values + self.num_value_heads)  # what is convolved is float32
+        # What is convolved is float32.
+        return 3 * self.channels + 2 * self.values + self.num_value_heads + self.num_decays
 
     def num_weights(self, hidden_size: int) -> int:
-        return (self.channels + 2 * self.values + 2 * self.num_value_heads) * hidden_size
+        return (self.channels + 2 * self.values + self.num_value_heads + self.num_decays) * hidden_size
 
 
 class DeltaWeights(NamedTuple):
@@ -473,7 +486,7 @@ class DeltaWeights(NamedTuple):
 
     convolution: Tensor  # [taps, channels], the oldest token first
     rate: Tensor  # [value heads], below 0
-    step_bias: Tensor  # [value heads]
+    step_bias: Tensor  # [decays]
     norm: Tensor  # [value_dim]
     eps: float
 
@@ -688,8 +701,8 @@ class StateKernels(Protocol):
     ) -> Tensor:
         """Everything between a layer's products, for every row: `[tokens, value heads * value_dim]`.
 
-        `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, 2 *
-        value heads]` are b, then a.
+        `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, value
+        heads + decays]` are b, then a.
         """
         ...
 
@@ -938,6 +951,7 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         `sinks [heads]` float32 are scores without a value: each takes part in the softmax of its head's queries
         (GPT-OSS), after the soft cap, and regardless of the window.  `biases [heads, positions]` float32 are added to
         the scores of keys at these positions, after the soft cap (ALiBi, Press et al., 2022); `shape` says so.
+        Relative ones are `[heads, 2 * positions - 1]`, that of a query's own position in the middle.
         """
         ...
 

@@ -678,7 +678,9 @@ def _attend_row(
     if shape.soft_cap:
         scores = _soft_cap(scores, shape.soft_cap)
     if biases is not None:
-        scores = scores + biases[:, None, places]
+        columns = places if not shape.has_relative_biases else (
+            places - torch.arange(first_query, context_len, device=query.device)[:, None] + biases.shape[1] // 2)
+        scores = scores + (biases[:, columns] if columns.dim() > 1 else biases[:, None, columns])
     back = torch.arange(first_query, context_len, device=query.device)[:, None] - places
     hidden = back < -shape.ahead
     if shape.is_chunked:
@@ -749,18 +751,19 @@ def _delta_rule(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeigh
     query, key, value = mixed.split([keys, keys, shape.values], dim=1)
     query, key = (_of_length_1(part.view(tokens, -1, shape.key_dim)).repeat_interleave(
         heads // shape.num_key_heads, dim=1) for part in (query, key))
-    b, a = gates.chunk(2, dim=1)
-    decay = torch.exp(weights.rate * F.softplus(a + weights.step_bias))
+    b, a = gates.split([heads, shape.num_decays], dim=1)
+    steps = F.softplus(a + weights.step_bias).view(tokens, heads, -1)
+    decay = torch.exp(weights.rate[:, None] * steps)  # [tokens, heads, key_dim], or 1 in place of key_dim
     matrix = state[: shape.rule_floats].view(heads, shape.key_dim, shape.value_dim)
-    beta, out = b.sigmoid(), torch.empty_like(value)
+    beta, out = shape.beta_scale * b.sigmoid(), torch.empty_like(value)
     for token, known in enumerate(value.view(tokens, heads, -1)):
-        matrix *= decay[token, :, None, None]
+        matrix *= decay[token, :, :, None]
         error = known - torch.einsum("hk,hkv->hv", key[token], matrix)
         matrix += torch.einsum("hk,hv->hkv", key[token], beta[token, :, None] * error)
         out[token] = torch.einsum("hk,hkv->hv", query[token], matrix).flatten() * shape.key_dim**-0.5
     heads_out = out.view(tokens, heads, -1)
     normed = heads_out * torch.rsqrt(heads_out.square().mean(-1, keepdim=True) + weights.eps) * weights.norm
-    return normed.flatten(1) * F.silu(z)
+    return normed.flatten(1) * (z.sigmoid() if shape.is_gated_by_sigmoid else F.silu(z))
 
 
 def _of_length_1(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,12 +19,15 @@ from slotwise.compute.model.families import (
     axk1,
     bamba,
     bert,
+    bert_decoder,
     bitnet,
     bloom,
     cohere,
     cwm,
+    dbrx,
     deepseek,
     deepseek_v32,
+    diffllama,
     dots1,
     ernie4_5,
     eurobert,
@@ -51,7 +55,9 @@ from slotwise.compute.model.families import (
     hy_v3,
     hyperclovax,
     jamba,
+    kimi_linear,
     kolibri1,
+    laguna,
     lfm2,
     lfm2_moe,
     llama,
@@ -68,6 +74,7 @@ from slotwise.compute.model.families import (
     nemotron_h,
     olmo,
     olmo2,
+    olmo_hybrid,
     olmoe,
     openai_gpt,
     opt,
@@ -130,12 +137,20 @@ FAMILIES: dict[str, Family] = {
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2.configure_vl, llama.compose, ("qwen2_5_vl",)),
     "GotOcr2ForConditionalGeneration": Family(qwen2.configure_got, llama.compose, ("got_ocr2",)),
     "Qwen3VLForConditionalGeneration": Family(qwen3.configure_vl, llama.compose, ("qwen3_vl",)),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        qwen3.configure_vl_moe, qwen3.compose_vl_moe, ("qwen3_vl_moe",)),
     "BloomForCausalLM": Family(bloom.configure, bloom.compose, ("bloom",)),
     "MptForCausalLM": Family(mpt.configure, mpt.compose, ("mpt",)),
     "FalconForCausalLM": Family(falcon.configure, falcon.compose, ("falcon",)),
     "CohereForCausalLM": Family(cohere.configure, cohere.compose, ("cohere",)),
     "Cohere2ForCausalLM": Family(cohere.configure_cohere2, cohere.compose, ("cohere2",)),
+    "CohereCompassForCausalLM": Family(cohere.configure_compass, cohere.compose, ("cohere_compass_text",)),
+    "Cohere2MoeForCausalLM": Family(cohere.configure_moe, cohere.compose, ("cohere2_moe",)),
+    "DiffLlamaForCausalLM": Family(diffllama.configure, diffllama.compose, ("diffllama",)),
+    "LagunaForCausalLM": Family(laguna.configure, laguna.compose, ("laguna",)),
+    "DbrxForCausalLM": Family(dbrx.configure, dbrx.compose, ("dbrx",)),
     "ApertusForCausalLM": Family(apertus.configure, apertus.compose, ("apertus",)),
+    "Apertus1p5TextForCausalLM": Family(apertus.configure_text, apertus.compose, ("apertus1p5_text",)),
     "ArceeForCausalLM": Family(arcee.configure, arcee.compose, ("arcee",)),
     "Jais2ForCausalLM": Family(arcee.configure_jais2, arcee.compose_jais2, ("jais2",)),
     "NanoChatForCausalLM": Family(arcee.configure_nanochat, arcee.compose_nanochat, ("nanochat",)),
@@ -163,6 +178,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": Family(qwen3_5.configure_text, qwen3_next.compose, ("qwen3_5",)),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.configure_moe, qwen3_next.compose, ("qwen3_5_moe_text",)),
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
+    "OlmoHybridForCausalLM": Family(olmo_hybrid.configure, olmo_hybrid.compose, ("olmo_hybrid",)),
+    "KimiLinearForCausalLM": Family(kimi_linear.configure, kimi_linear.compose, ("kimi_linear",)),
     "Lfm2MoeForCausalLM": Family(lfm2_moe.configure, lfm2_moe.compose, ("lfm2_moe",)),
     "JambaForCausalLM": Family(jamba.configure, jamba.compose, ("jamba",)),
     "NemotronHForCausalLM": Family(nemotron_h.configure, nemotron_h.compose, ("nemotron_h",)),
@@ -206,6 +223,11 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(gpt2.configure, gpt2.compose, ("gpt2", "gpt-sw3"), gpt2.TRANSPOSED),
     "GPTBigCodeForCausalLM": Family(gpt2.configure_bigcode, gpt2.compose_bigcode, ("gpt_bigcode",)),
     "GPTNeoXForCausalLM": Family(gpt_neox.configure, gpt_neox.compose, ("gpt_neox",)),
+    **{name: Family(functools.partial(bert_decoder.configure, options=options), bert_decoder.compose, (kind,))
+       for name, options, kind in (
+           ("BertLMHeadModel", bert_decoder.BERT, "bert"), ("ErnieForCausalLM", bert_decoder.BERT, "ernie"),
+           ("BertGenerationDecoder", bert_decoder.GENERATION, "bert-generation"),
+           ("MegatronBertForCausalLM", bert_decoder.MEGATRON, "megatron-bert"))},
     "OPTForCausalLM": Family(opt.configure, opt.compose, ("opt",)),
     "GPTNeoXJapaneseForCausalLM": Family(
         gpt_neox.configure_japanese, gpt_neox.compose_japanese, ("gpt_neox_japanese",)),
@@ -231,6 +253,8 @@ ENCODERS: dict[str, Family] = {
     "XLMRobertaModel": Family(bert.configure_roberta, bert.compose, ("xlm-roberta",)),
     "CamembertModel": Family(bert.configure_roberta, bert.compose, ("camembert",)),
     "ElectraModel": Family(bert.configure_electra, bert.compose, ("electra",)),
+    "MPNetModel": Family(bert.configure_mpnet, bert.compose, ("mpnet",)),
+    "AlbertModel": Family(bert.configure_albert, bert.compose, ("albert",)),
     "DistilBertModel": Family(bert.configure_distilbert, bert.compose, ("distilbert",)),
     "NomicBertModel": Family(bert.configure_nomic, bert.compose, ("nomic_bert",)),
     "GteModel": Family(bert.configure_gte, bert.compose, ("gte",)),

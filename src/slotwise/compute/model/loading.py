@@ -40,7 +40,8 @@ def read_config(checkpoint: Path, generation: Path | None = None) -> ModelConfig
     if checkpoint.is_file():
         config = read_gguf_config(checkpoint)
     else:
-        config = replace(configure(read_json(checkpoint / CONFIG)), dense=_dense_modules(checkpoint))
+        config = replace(configure(read_json(checkpoint / CONFIG)), dense=_dense_modules(checkpoint),
+                         max_seq_length=read_modules(checkpoint).max_seq_length)
         if config.separator == OF_TOKENIZER:
             config = replace(config, separator=read_separator(checkpoint))
     return _ending(config, read_generation(checkpoint, generation).token_ids("eos_token_id"))

@@ -171,9 +171,11 @@ class AdaptableProduct:
     Args:
         parts: outputs of each weight, by its name in the checkpoint.
         cuts: the part of each weight that this rank holds.
-        order: the part's output at each place; None: as in the checkpoint.
+        order: the output of all parts together at each place, of some or all of them; None: as in the checkpoint.
         bias: the base model's, `[outputs]` as packed; None: it has none.
         adds_biases: this rank does; of those whose results are summed, one does.
+
+    Raises ValueError for an `order` that scatters the outputs of a part: adapters add to ranges.
     """
 
     parts: Mapping[str, int]
@@ -182,6 +184,27 @@ class AdaptableProduct:
     order: Tensor | None
     bias: Tensor | None
     adds_biases: bool
+
+    def __post_init__(self) -> None:
+        for name, places in self.places.items():
+            if len(places) and int(places[-1] - places[0]) + 1 != len(places):
+                raise ValueError(f"the outputs of {name} are not next to each other")
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the product on this rank."""
+        return sum(outputs for outputs, _ in self.kept.values()) if self.order is None else len(self.order)
+
+    @property
+    def places(self) -> dict[str, Tensor]:
+        """Where the outputs of each weight are, `[places]` int64, in their order; a weight may have none here."""
+        first, places = 0, {}
+        for name, (kept, _) in self.kept.items():
+            end = first + kept
+            places[name] = torch.arange(first, end) if self.order is None else (
+                (self.order >= first) & (self.order < end)).nonzero().flatten()
+            first = end
+        return places
 
     @property
     def kept(self) -> dict[str, tuple[int, int]]:
@@ -246,7 +269,7 @@ class LoraWeights:
     def register(self, product: AdaptableProduct) -> AddedProduct:
         """Returns what adapters add to a product."""
         sizes = [*product.kept.values()]
-        added = self.rows.product(sum(outputs for outputs, _ in sizes), sizes[0][1], len(sizes))
+        added = self.rows.product(product.outputs, sizes[0][1], len(sizes))
         self.products.append(product)
         self._added.append(added)
         return added
@@ -289,7 +312,9 @@ class LoraWeights:
         left = dict(adapter.tensors)
         packed = []
         for product, added in zip(self.products, self._added, strict=True):
-            factors = self._factors(product, adapter, left)
+            for name in product.parts:  # which several products may have, each some of its outputs
+                left.pop(name, None)
+            factors = self._factors(product, adapter)
             packed.append(None if factors is None else added.pack(factors))
         for product in self._elsewhere:
             for name in product.parts:
@@ -299,28 +324,28 @@ class LoraWeights:
                                   "of which adapters are not supported")
         return packed
 
-    def _factors(
-        self, product: AdaptableProduct, adapter: PeftAdapter, left: dict[str, dict[str, AdapterTensor]],
-    ) -> LowRank | None:
-        """An adapter's factors for this rank's part of one product; removes its tensors from `left`."""
-        first, parts, biases, has_bias = 0, [], [], False
+    def _factors(self, product: AdaptableProduct, adapter: PeftAdapter) -> LowRank | None:
+        """An adapter's factors for this rank's part of one product."""
+        first, parts, has_bias, biases = 0, [], False, torch.zeros(product.outputs)
+        places = product.places
         for name, (kept, _) in product.kept.items():
-            found, cut, outputs = left.pop(name, {}), product.cuts.get(name, WHOLE), product.parts[name]
-            order = slice(None) if product.order is None else product.order[first : first + kept] - first
+            found, cut, outputs = adapter.tensors.get(name, {}), product.cuts.get(name, WHOLE), product.parts[name]
+            own = places[name]
+            rows = (own if product.order is None else product.order[own]) - first
             part = self._part(name, found, product.inputs, outputs, adapter)
-            bias = cut.rows_of(self._bias(name, found, outputs, adapter))[order]
+            bias = cut.rows_of(self._bias(name, found, outputs, adapter))[rows]
             if "bias" in found and product.adds_biases:
                 if product.bias is None:
                     raise CheckpointError(f"{adapter.where} has a bias of {name}, which has none in this model")
-                bias = bias - product.bias[first : first + kept].float()
+                bias = bias - product.bias[own].float()
             has_bias |= product.adds_biases and bool(found.keys() & {"added", "bias"})
-            biases.append(bias)
-            if found:
-                parts.append(LowRankPart(first, cut.columns_of(part.a), cut.rows_of(part.b)[order]))
+            biases[own] = bias
+            if found and len(own):
+                parts.append(LowRankPart(int(own[0]), cut.columns_of(part.a), cut.rows_of(part.b)[rows]))
             first += kept
         if not parts:
             return None
-        return LowRank(tuple(parts), torch.cat(biases) if has_bias else None)
+        return LowRank(tuple(parts), biases if has_bias else None)
 
     def _bias(
         self, name: str, found: Mapping[str, AdapterTensor], outputs: int, adapter: PeftAdapter,

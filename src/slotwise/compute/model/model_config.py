@@ -244,6 +244,7 @@ class ModelConfig:
     token_types: int = 0  # of a table of them, which is added to the embedding
     separator: int = -1  # the token behind a text, which tells types apart; -1: all are of the first
     dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass
+    max_seq_length: int = 0  # tokens of a text, as sentence-transformers' files say; 0: they do not
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
@@ -262,12 +263,14 @@ class ModelConfig:
     qkv_clip: float = 0.0  # of queries, keys and values; 0: they are not clipped
     has_gated_attention: bool = False
     has_biases: bool = False  # scores have biases by position (ALiBi)
+    has_relative_biases: bool = False  # scores have biases by the distance of query and key
     has_chunks: bool = False  # windows are chunks of positions
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
     latent: LatentConfig | None = None  # compressed attention, in every layer without a recurrent state
     # By layer, its heads of keys and values and their size; (): all layers have `num_kv_heads` and `head_dim`.
     layer_heads: tuple[tuple[int, int], ...] = ()
+    query_heads: tuple[int, ...] = ()  # by layer; (): all layers have `num_heads`, which is the most otherwise
     kv_layers: tuple[int, ...] = ()  # by layer, the one whose keys and values it reads; (): its own
     own: object = None  # what the layers of one family read, as an object of its own module
     quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
@@ -289,6 +292,11 @@ class ModelConfig:
             )
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.max_seq_length or self.max_position_embeddings, self.max_position_embeddings)
+
+    @property
     def vector_size(self) -> int:
         """Numbers of a vector."""
         return self.dense[-1].outputs if self.dense else self.hidden_size
@@ -296,10 +304,11 @@ class ModelConfig:
     def attention_shape(self, index: int) -> AttentionShape:
         """The attention of layer `index`, as kernels compute it."""
         kv_heads, head_dim = self.layer_heads[index] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+        heads = self.query_heads[index] if self.query_heads else self.num_heads
         return AttentionShape(
-            self.num_heads, kv_heads, head_dim, self.attention_scale or head_dim**-0.5, self.windows[index],
+            heads, kv_heads, head_dim, self.attention_scale or head_dim**-0.5, self.windows[index],
             self.attention_soft_cap, self.is_causal, self.has_biases,
-            is_chunked=self.has_chunks and self.windows[index] > 0)
+            is_chunked=self.has_chunks and self.windows[index] > 0, has_relative_biases=self.has_relative_biases)
 
     def kv_layer(self, index: int) -> int:
         """The layer whose keys and values layer `index` reads."""

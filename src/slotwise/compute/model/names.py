@@ -25,8 +25,16 @@ _GPT2 = {"wte": _EMBEDDING, "wpe": _POSITIONS, "h": _LAYERS, "ln_f": _NORM}
 _BERT = {
     "embeddings.word_embeddings": _EMBEDDING, "embeddings.position_embeddings": _POSITIONS,
     "embeddings.token_type_embeddings": f"{MODEL}.embed_types", "embeddings.LayerNorm": _EMBEDDING_NORM,
+    "encoder.relative_attention_bias": f"{MODEL}.relative_attention_bias",
+    "encoder.albert_layer_groups": _LAYERS, "encoder.embedding_hidden_mapping_in": f"{MODEL}.embed_projection",
+    "embeddings_project": f"{MODEL}.embed_projection",
     "embeddings.tok_embeddings": _EMBEDDING, "embeddings.norm": _EMBEDDING_NORM, "emb_ln": _EMBEDDING_NORM,
+    "encoder.ln": _NORM,
     "encoder.layer": _LAYERS, "encoder.layers": _LAYERS, "transformer.layer": _LAYERS, "final_norm": _NORM}
+_BERT_HEAD = {
+    f"{HEAD}.decoder": HEAD, "cls.predictions.decoder": HEAD, "cls.predictions": HEAD,
+    "cls.predictions.transform.dense": f"{HEAD}.dense", "cls.predictions.transform.LayerNorm": f"{HEAD}.layer_norm",
+    **{f"{name}.decoder.bias": f"{HEAD}.decoder.bias" for name in (HEAD, "cls.predictions")}}  # a copy of `bias`
 _MAMBA = {"embedding": _EMBEDDING, "embeddings": _EMBEDDING, "norm_f": _NORM}
 _SCHEMES: dict[str, dict[str, str]] = {  # by what stands before them: parts of a model under other names
     "transformer": _GPT2 | {
@@ -38,16 +46,23 @@ _SCHEMES: dict[str, dict[str, str]] = {  # by what stands before them: parts of 
     "decoder": {"final_layer_norm": _NORM},
     "biogpt": {"layer_norm": _NORM},
     "backbone": _MAMBA,
-    **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "nomic_bert", "gte"), _BERT),
+    **dict.fromkeys((
+        "bert", "roberta", "electra", "distilbert", "nomic_bert", "gte", "ernie", "mpnet", "albert"), _BERT),
     MODEL: _MAMBA | _BERT | {"final_layernorm": _NORM, "layer_norm": _NORM, "embedding_norm": _NORM},
     "": {**_GPT2, **_BERT, "norm_f": _NORM, "layers": _LAYERS, "embed_tokens": _EMBEDDING, "norm": _NORM,
-         "embed_in": _EMBEDDING, "final_layer_norm": _NORM, "embed_out": HEAD, "output_projection": HEAD},
+         "embed_in": _EMBEDDING, "final_layer_norm": _NORM, "embed_out": HEAD, "output_projection": HEAD,
+         **_BERT_HEAD},
 }
 _RENAMED = {  # beginnings of names
     f"{_INNER}.{MODEL}": MODEL, f"{MODEL}.{_INNER}": MODEL, f"{_INNER}.{HEAD}": HEAD, _INNER: MODEL,
     **{inner: MODEL for inner in _SCHEMES if inner not in ("", MODEL)},
     **{f"{inner}.{part}".removeprefix("."): new for inner, parts in _SCHEMES.items() for part, new in parts.items()}}
-_DENSE_BIAS = ".attention.dense_bias", ".attention.dense.bias"  # of GPT-NeoX-Japanese
+_PARTS = {  # of names
+    ".attention.dense_bias": ".attention.dense.bias",  # GPT-NeoX-Japanese
+    ".attention_layer_norm.": ".input_layernorm.",  # OLMo Hybrid, of layers with states, and as transformers saves all
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    **{f".block_sparse_moe.{part}.": f".mlp.{part}."  # Kimi Linear, as transformers saves it
+       for part in ("gate_proj", "up_proj", "down_proj")}}
 _LONGEST = max(name.count(".") for name in _RENAMED) + 1  # components of a beginning
 _LAYERS_OF = {  # by architecture, where configs do not write `model.layers`
     architecture: layers for layers, architectures in {
@@ -78,7 +93,10 @@ def canonical(name: str) -> str:
     for count in range(min(_LONGEST, len(parts)), 0, -1):
         beginning = ".".join(parts[:count])
         if beginning in _RENAMED:
-            return _RENAMED[beginning] + name.removeprefix(beginning).replace(*_DENSE_BIAS)
+            name = _RENAMED[beginning] + name.removeprefix(beginning)
+            break
+    for old, new in _PARTS.items():
+        name = name.replace(old, new)
     return name
 
 

@@ -127,7 +127,8 @@ class Network:
         ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
         ends += sum(part.bytes for part in ([self.classifier] if self.classifier else []) + [*self.dense])
         start = 0 if self.start is None else self.start.bytes
-        return ends + start + sum(layer.bytes for layer in self.layers) + self.norm.bytes
+        layers = {id(layer): layer.bytes for layer in self.layers}  # of which several may be one
+        return ends + start + sum(layers.values()) + self.norm.bytes
 
     @property
     def token_bytes(self) -> int:

@@ -3,6 +3,7 @@
     modules.json                         Transformer ─► Pooling ─► Dense ... ─► Normalize
     1_Pooling/config.json                which hidden states become the vector
     2_Dense/config.json                  a product behind it, with weights in 2_Dense/model.safetensors
+    sentence_bert_config.json            tokens of the longest text
     config_sentence_transformers.json    prompts: texts that stand before the one to embed
     config.json                          names of labels, and what their numbers pass
 
@@ -22,6 +23,13 @@ from slotwise.platform.files import has_part, read_part
 
 MODULES, POOLING, PROMPTS = "modules.json", "1_Pooling", "config_sentence_transformers.json"
 SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")  # by the last part of a module's type, in this order
+TRANSFORMER = tuple(f"sentence_{model}_config.json" for model in (
+    "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"))
+TRANSFORMER_PLAIN: dict[str, tuple[object, ...]] = {  # values that vectors here obey, of the fields of such a file
+    "do_lower_case": (False, None), "transformer_task": ("feature-extraction",), "method_output_name": (None,),
+    "module_output_name": ("token_embeddings",), "model_args": ({}, None), "tokenizer_args": ({}, None),
+    "config_args": ({}, None), "modality_config": (
+        {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}, None)}
 FLAGS = {  # of a pooling module, with the pooling they stand for
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
@@ -53,6 +61,7 @@ class SentenceModules(NamedTuple):
     dense: tuple[DenseFields, ...] = ()
     is_declared: bool = False  # there are such files
     objection: str = ""  # why vectors would be wrong; "": they are not
+    max_seq_length: int = 0  # tokens; 0: the files do not say
 
 
 class Prompts(NamedTuple):
@@ -71,6 +80,18 @@ class Labels(NamedTuple):
 
 def read_modules(folder: Path) -> SentenceModules:
     """The modules of the checkpoint in `folder`.  Raises CheckpointError for a malformed file."""
+    modules = _read_modules(folder)
+    if (name := next((name for name in TRANSFORMER if has_part(folder / name)), None)) is None:
+        return modules
+    fields = read_json(folder / name)
+    longest = fields.integer("max_seq_length") if fields.has("max_seq_length") else 0
+    for field, value in fields.values.items():
+        if field != "max_seq_length" and value not in TRANSFORMER_PLAIN.get(field, ()):
+            raise fields.error(field, f"{value!r:.60} is not supported")
+    return modules._replace(max_seq_length=longest)
+
+
+def _read_modules(folder: Path) -> SentenceModules:
     path, normalizes, pooling_folder = folder / MODULES, True, POOLING
     dense: list[DenseFields] = []
     if has_part(path):

@@ -8,23 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CROSS_ATTENTION = "cross-attention of a decoder to the states of an encoder"
-DELTA_PER_CHANNEL = "a delta rule whose states decay by channel (Kimi Delta Attention)"
 HEAD_OF_BERT = "the head of an encoder (a product, an activation and a norm before the vocabulary)"
 HYPER_CONNECTIONS = "hyper-connections (several residual streams that layers mix)"
 OF_AUDIO = "codes of audio, several per step, as the model's tokens"
 
 DECODERS: Mapping[str, str] = {
     "AXK2ForCausalLM": "gated norms (a low-rank gate of each norm's output)",
-    "Apertus1p5TextForCausalLM": "the text part of Apertus 1.5",
-    "BailingHybridForCausalLM": f"{DELTA_PER_CHANNEL}, next to compressed attention with a gate for each head",
-    "BeamForCausalLM": "attention whose gates have a bias without a weight of their own",
+    "BailingHybridForCausalLM": "compressed attention with a gate for each head",
+    "BeamForCausalLM": "residual sums weighted by depth, and a bias of gates for each head",
     "BltForCausalLM": "patches of bytes, cut where a smaller model's entropy rises",
-    "Cohere2MoeForCausalLM": "experts next to attention in one parallel layer, averaged with shared ones",
-    "CohereCompassForCausalLM": "a rotary embedding for each kind of layer, or none, in Command R's layer",
     "CpmAntForCausalLM": "learned biases by the distance between segments of a prompt",
-    "DbrxForCausalLM": "experts whose matrices are rows of three tensors",
     "DeepseekV4ForCausalLM": f"attention to compressed runs of tokens, and {HYPER_CONNECTIONS}",
-    "DiffLlamaForCausalLM": "differential attention (two softmaxes subtracted)",
     "DogeForCausalLM": "a mask that each layer computes from its values, and experts of one row each",
     "DoryForCausalLM": "hidden states on the unit sphere (nGPT), with layers that run several times",
     "Dots3NoteForCausalLM": "compressed attention with windows, gates and sizes by layer",
@@ -34,15 +28,12 @@ DECODERS: Mapping[str, str] = {
     "Inkling2LoopForCausalLM": "layers that run several times, and biases of scores that each token computes",
     "InklingForCausalLM": "biases of scores that each token computes for its distances",
     "JetMoeForCausalLM": "a mixture of heads (experts of queries and outputs)",
-    "KimiLinearForCausalLM": DELTA_PER_CHANNEL,
-    "LagunaForCausalLM": "another number of heads in each layer, and gates by softplus",
     "LaraMiniForCausalLM": "windows and recurrent states in one model",
     "Lfm3ForCausalLM": "a gate for each head, and windows next to short convolutions",
     "LongcatFlashForCausalLM": "two attentions in a layer, around experts of which some return their input",
     "MiMoV2FlashForCausalLM": "values of another size than keys, and heads that differ by layer",
     "MiniMaxForCausalLM": "linear attention with a fixed decay for each head (lightning attention)",
     "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
-    "OlmoHybridForCausalLM": "a gated delta rule whose states may change sign",
     "Qwen4ExpForCausalLM": f"embeddings of n-grams in layers, an indexer, and {HYPER_CONNECTIONS}",
     "RecurrentGemmaForCausalLM": "a gated linear recurrence (RG-LRU)",
     "ReformerModelWithLMHead": "attention to tokens of the same hash, in reversible layers",
@@ -58,10 +49,9 @@ DECODERS: Mapping[str, str] = {
 
 ENCODERS_AS_DECODERS: Mapping[str, str] = {
     **dict.fromkeys((
-        "BertLMHeadModel", "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM",
-        "MegatronBertForCausalLM", "RobertaForCausalLM", "XLMRobertaForCausalLM",
+        "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM", "RobertaForCausalLM",
+        "XLMRobertaForCausalLM",
     ), HEAD_OF_BERT),
-    "BertGenerationDecoder": "a decoder of BERT's layers whose head has a bias",
     "BigBirdForCausalLM": "attention to random and global blocks",
     "ModernBertDecoderForCausalLM": f"windows that look back only, and {HEAD_OF_BERT}",
     "RemBertForCausalLM": f"an embedding and a head of different sizes, and {HEAD_OF_BERT}",

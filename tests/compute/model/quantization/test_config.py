@@ -56,7 +56,7 @@ def test_a_config_without_the_field_is_not_quantized() -> None:
     assert read_quantization(Fields({"quantization_config": None}, "config.json")) is None
 
 
-@pytest.mark.parametrize("method", ["aqlm", "hqq", "quanto", "torchao", "mxfp8", "bitnet", "", "GPTQ"])
+@pytest.mark.parametrize("method", ["aqlm", "hqq", "quanto", "torchao", "mxfp8", "", "GPTQ"])
 def test_other_methods_are_refused_by_name(method: str) -> None:
     assert "config.json, quantization_config: quant_method must be one of awq, gptq" in told({"quant_method": method})
     assert repr(method) in told({"quant_method": method})

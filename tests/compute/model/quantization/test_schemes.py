@@ -72,7 +72,7 @@ def test_quantization_loses_little(name: str) -> None:
     weight = torch.randn(256, 128)
     _, whole = quantized.KINDS[name]().write(weight)
     error = (whole - weight).norm() / weight.norm()
-    assert error < (0.04 if any(part in name for part in ("8", "FP8", "fp8")) else 0.2)
+    assert error < (0.04 if any(part in name for part in ("8", "FP8", "fp8")) else 0.6 if "BitNet" in name else 0.2)
 
 
 def test_blocks_of_gpt_oss_are_those_of_transformers() -> None:

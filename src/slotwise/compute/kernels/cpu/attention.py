@@ -257,10 +257,10 @@ TABLE = 64
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
     SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, PER_TILE, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES,
-) = range(HEADER, HEADER + 30)
-# Options, each 0 where a layer does not have it.
-OPTIONS = range(SOFT_CAP_BITS, NUM_BIASES + 1)
+    THREADS, PER_TILE, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES, ARE_RELATIVE,
+) = range(HEADER, HEADER + 31)
+# Options, each 0 where a layer does not have it.  Relative biases count from that of the query's own place.
+OPTIONS = range(SOFT_CAP_BITS, ARE_RELATIVE + 1)
 
 
 class Workspace(NamedTuple):
@@ -493,6 +493,7 @@ def weigh(
                 soft_cap(scores, scale, float_of(cap))
             if biases != 0:
                 of_head = biases + (head * group + member) * step + base * FLOAT_BYTES
+                of_head -= load(words, ARE_RELATIVE, INT64) * (here + base) * FLOAT_BYTES
                 add_biases(scores, ONE if cap != 0 else scale, of_head, start, end)
             before = load(state, row, FLOAT32)
             top, added = softmax_strip(scores, start, end, before, factor, scales, columns, stored)

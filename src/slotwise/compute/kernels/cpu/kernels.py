@@ -136,7 +136,7 @@ class CpuKernels:
         if isinstance(shape, LatentShape):
             return ("kv_cache_dtype int8 does not support compressed attention on device cpu: choose auto"
                     if self._cached else "")
-        if shape.has_biases and self._cached == torch.int8:
+        if (shape.has_biases or shape.has_relative_biases) and self._cached == torch.int8:
             return "kv_cache_dtype int8 does not support attention scores with biases on device cpu: choose auto"
         if shape.soft_cap and self._cached == torch.int8:
             return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
@@ -336,7 +336,8 @@ class CpuKernels:
         shape: DeltaShape,
     ) -> Tensor:
         """By `delta.py`."""
-        return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, _bits(weights.eps))
+        bits = _bits(weights.eps), _bits(shape.beta_scale), _bits(float(shape.is_gated_by_sigmoid))
+        return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, bits)
 
     def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
         """`activation(x)`, or `activation(gate) * up`."""
@@ -363,7 +364,7 @@ class CpuKernels:
             len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
         given = (
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
-            batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
+            batch.slot_mapping.data_ptr(), tokens, shape.num_heads // shape.num_kv_heads, *cache.geometry[1:], *norms,
             self.launcher.scratch(self.launcher.threads * padded(shape.head_dim)))
         squares, numbers = 0, (0, 0)
         if norm is not None and norm.shared is not None:
@@ -390,11 +391,13 @@ class CpuKernels:
             multiply.address, query.data_ptr(), out.data_ptr(), cache.address,
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
-            *cache.geometry,
+            shape.num_heads // shape.num_kv_heads, *cache.geometry[1:],  # layers with other queries share a cache
             shape.span, _bits(shape.scale * LOG2_E), launcher.threads,
             attention.tile_tokens(shape.num_heads // shape.num_kv_heads), _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(), shape.ahead, *(
-                (0, 0) if biases is None else (biases.data_ptr(), biases.shape[1])),
+                (0, 0, 0) if biases is None else (
+                    biases.data_ptr() + shape.has_relative_biases * (biases.shape[1] // 2) * biases.itemsize,
+                    biases.shape[1], int(shape.has_relative_biases))),
         )
         launcher.alone(attention.PLAN)
         launcher.together(attend)

@@ -106,7 +106,9 @@ class CudaKernels:
         return rate * _FLOAT32_SHARE if kind == torch.float32 else rate
 
     def refusal(self, shape: AttentionShape | LatentShape) -> str:
-        """Nothing is refused."""
+        """Biases by the distance of query and key are refused."""
+        if isinstance(shape, AttentionShape) and shape.has_relative_biases:
+            return "device cuda does not support biases by the distance of query and key: choose device cpu"
         return ""
 
     def allocate_cache(

@@ -1,4 +1,5 @@
-"""Apertus (Swiss AI Initiative, 2025): Llama with norms of queries and keys, and MLPs of two products with xIELU.
+"""Apertus (Swiss AI Initiative, 2025): Llama with norms of queries and keys, and MLPs of two products with xIELU; also
+the text part of Apertus 1.5.
 
     xielu(x) = p * x**2 + x / 2                                    where x > 0
     xielu(x) = n * (exp(min(x, -1e-6)) - 1 - x) + x / 2            else        (Huang and Schlag, 2024)
@@ -37,6 +38,14 @@ def configure(fields: Fields) -> ModelConfig:
         fields = Fields({**fields.values, "rope_parameters": ROPE}, fields.where)
     config, bias = read_common(fields, DEFAULTS, ("xielu",)), fields.flag("attention_bias")
     return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True, has_gated_mlp=False)
+
+
+def configure_text(fields: Fields) -> ModelConfig:
+    """The text part of Apertus 1.5."""
+    size = fields.integer("vocab_size", default=266752)
+    if fields.integer("output_vocab_size", default=size) != size:
+        raise fields.error("output_vocab_size", f"must be vocab_size ({size}): a smaller head is not supported")
+    return configure(fields)
 
 
 class XIELUMLP:

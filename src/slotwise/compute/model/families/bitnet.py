@@ -2,8 +2,7 @@
 
     h += output(norm(attention(norm(h)))),  h += down(norm(relu(gate(norm(h)))**2 * up(norm(h))))
 
-Checkpoints with plain weights are served; those whose weights are packed in two bits are refused by the name of their
-quantization method.
+Weights are plain, or packed in two bits (`quantization/bitnet.py`).
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class AttentionOptions:
     head_norm: HeadNormOptions | None = None
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
     gate_name: str = ""  # of a weight of gates; "": they are with the queries
+    has_head_gates: bool = False  # such a weight has a gate for each head, not for each of its numbers
+    has_softplus_gates: bool = False  # results are multiplied by the softplus of gates, not by their sigmoid
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     result_norm: tuple[str, NormOptions] | None = None  # of all heads together, and its name
     biases: Tensor | None = None  # of scores, `[heads, positions]` float32, of the heads of all ranks
@@ -88,7 +90,7 @@ class Attention:
         heads, group = heads_of(shape, source.group), source.group
         is_gated = options.is_gated and not options.gate_name  # with the queries
         if is_gated:
-            refuse_parts(source, "gated attention")
+            refuse_ranks(source, "gated attention")
         self.shape = heads.shape
         self.ropes = (rope,)
         self._kernels = source.kernels
@@ -108,13 +110,18 @@ class Attention:
         self._gate = None
         if options.gate_name:
             gate = f"{name}.{options.gate_name}"
-            self._gate = Linear(source, {gate: query}, hidden_size,
-                                cuts={gate: Cut((columns,))} if is_shared else NO_CUTS)
+            outputs, rows = (shape.num_heads, heads.query) if options.has_head_gates else (query, columns)
+            self._gate = Linear(source, {gate: outputs}, hidden_size,
+                                cuts={gate: Cut((rows,))} if is_shared else NO_CUTS)
         elif is_gated:
             self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias, order=_gates(heads.shape))
         self.output = Linear(source, {output: hidden_size}, query, bias=options.output_bias,
                              cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
         self._norm: QKNorm | None = None
+        self._gated: Callable[[Tensor, Tensor], Tensor] | None = None
+        if options.has_head_gates or options.has_softplus_gates:
+            activation = torch.nn.functional.softplus if options.has_softplus_gates else torch.sigmoid
+            self._gated = functools.partial(_gated, activation)
         self._qkv = options.qkv
         self._queries = options.queries
         self._biases: Tensor | None = None
@@ -158,7 +165,8 @@ class Attention:
             queries = self._kernels.rowwise(self._queries, queries, step.batch.positions)
         out = self._kernels.attention(queries, step.cache, step.batch, self.shape, self._sinks, self._biases)
         if gate is not None:
-            out = self._kernels.sigmoid_mul(gate, out)
+            out = self._kernels.sigmoid_mul(gate, out) if self._gated is None else self._kernels.rowwise(
+                self._gated, gate, out)
         kept = step.kept(out)
         return self.output(kept if self._result_norm is None else self._result_norm(kept))
 
@@ -171,6 +179,15 @@ class Attention:
             heads = self._kernels.rowwise(self._qkv, qkv.view(len(qkv), -1, self.shape.head_dim))
             qkv = heads.view(len(qkv), -1)
         return self._kernels.rotary_store(qkv, table, step.batch, step.cache, self.shape, self._norm)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, out: Tensor) -> Tensor:
+    """Results `[tokens, heads * head_dim]` times those of gates, one for each number or for each head.
+
+    In float64, in which a result does not depend on its place in a vector of the processor.
+    """
+    factors = activation(gate.double()).to(out.dtype)
+    return (out.view(len(out), gate.shape[1], -1) * factors.unsqueeze(2)).flatten(1)
 
 
 class SharedAttention:

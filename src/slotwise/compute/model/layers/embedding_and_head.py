@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slotwise.compute.kernels.interface import Activation
 from slotwise.compute.kernels.matrix import QuantizedMatrix, StackedMatrix, Weight
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import LayerNorm, LayerNormOptions, NormOptions, RMSNorm
@@ -27,7 +28,9 @@ from slotwise.errors import CheckpointError
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
 BIAS, POSITIONS, TYPES = "lm_head.bias", "model.embed_positions.weight", "model.embed_types.weight"
+TRANSFORM, TRANSFORM_NORM = "lm_head.dense", "lm_head.layer_norm"
 NORM, INWARD, OUTWARD = "model.embed_norm", "model.project_in", "model.project_out"
+LAST = "model.embed_projection"
 
 Positions = Callable[[WeightSource], Tensor]
 """Reads or computes what is added to the embedding at each position: `[positions, hidden]`."""
@@ -56,7 +59,7 @@ class TokenTypes:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[tokens]` of whole prompts and their positions `-> [tokens, hidden]`."""
-        types = torch.zeros_like(token_ids) if self._separator < 0 else self._kernels.rowwise(
+        types = self._kernels.rowwise(torch.zeros_like, token_ids) if self._separator < 0 else self._kernels.rowwise(
             self._types, token_ids, positions)
         return self._kernels.embed(self._table, types)
 
@@ -78,10 +81,11 @@ class Embedding:
     def __init__(
         self, source: WeightSource, table: Tensor | QuantizedMatrix, scale: float = 1.0, first_id: int = 0, *,
         project: Linear | None = None, types: TokenTypes | None = None, positions: Tensor | None = None,
-        norm: LayerNorm | RMSNorm | None = None,
+        norm: LayerNorm | RMSNorm | None = None, projects_last: bool = False,
     ) -> None:
         self._kernels = kernels = source.kernels
         self._project, self._types, self._positions, self._norm = project, types, positions, norm
+        self._projects_last = projects_last
         factor = torch.tensor(scale, dtype=source.dtype)
         self._reduce = source.group.all_reduce
         first = None if source.group.size == 1 else first_id
@@ -99,7 +103,7 @@ class Embedding:
     def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Both `[tokens]`; `positions` are read where a table of them is added."""
         x = self._reduce(self._rows(token_ids))
-        if self._project is not None:
+        if self._project is not None and not self._projects_last:
             x = self._project(x)
         if self._types is not None:
             assert positions is not None
@@ -107,7 +111,8 @@ class Embedding:
         if self._positions is not None:
             assert positions is not None
             x = self._kernels.add(self._kernels.embed(self._positions, positions), x)
-        return x if self._norm is None else self._norm(x)
+        x = x if self._norm is None else self._norm(x)
+        return self._project(x) if self._project is not None and self._projects_last else x
 
 
 def read_embedding(source: WeightSource, name: str, size: tuple[int, int], scale: float = 1.0) -> Embedding:
@@ -138,7 +143,7 @@ class LMHead:
 
     def __init__(
         self, source: WeightSource, weight: Weight, soft_cap: float = 0.0, scale: float = 1.0,
-        widths: Sequence[int] = (), *, bias: Tensor | None = None, project: Linear | None = None,
+        widths: Sequence[int] = (), *, bias: Tensor | None = None, project: HeadPart | None = None,
     ) -> None:
         self._gather = functools.partial(source.group.gather, widths=widths) if widths else None
         self._kernels = source.kernels
@@ -169,7 +174,9 @@ class EndOptions:
     token_types: int = 0  # rows of their table; 0: the model has no such table
     separator: int = -1  # as that of `TokenTypes`
     norm: LayerNormOptions | NormOptions | None = None  # of the embedding
+    transform: Callable[[WeightSource], HeadPart] | None = None  # of what the head reads
     embedding_size: int = 0  # of the table and of the head's inputs, which are projected; 0: the hidden size
+    projects_last: bool = False  # behind the norm; all tables have this size
 
 
 class Ends(NamedTuple):
@@ -182,6 +189,7 @@ class Ends(NamedTuple):
 def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: EndOptions) -> Ends:
     """Embedding and head under the names that all families use."""
     width = options.embedding_size or hidden_size
+    inner = width if options.projects_last else hidden_size  # of what is added to the table's rows
     size = (vocab_size, width)
     read = source.weight if options.logit_scale == 1.0 else source.tensor  # what is scaled is copied
     own, cuts, widths = range(vocab_size), NO_CUTS, []
@@ -194,15 +202,21 @@ def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: 
     if source.group.size > 1 and not isinstance(table, Tensor):
         raise CheckpointError("a quantized embedding is not supported with tensor_parallel_size: divide the layers by "
                               "pipeline_parallel_size")
-    project_in = project_out = None
-    if width != hidden_size:
+    project_in: Linear | None = None
+    project_out: HeadPart | None = None
+    if options.projects_last:
+        project_in = Linear(source, {LAST: hidden_size}, width, bias=True, is_exact=True)
+    elif width != hidden_size:
         project_in = Linear(source, {INWARD: hidden_size}, width, is_exact=True)
         project_out = Linear(source, {OUTWARD: width}, hidden_size, is_exact=True) if options.has_head else None
+    elif options.transform is not None and options.has_head:
+        project_out = options.transform(source)
     embedding = Embedding(
         source, table, options.scale, own.start, project=project_in,
-        types=TokenTypes(source, options.token_types, hidden_size, options.separator) if options.token_types else None,
+        projects_last=options.projects_last,
+        types=TokenTypes(source, options.token_types, inner, options.separator) if options.token_types else None,
         positions=None if options.positions is None else options.positions(source),
-        norm=None if options.norm is None else options.norm.read(source, NORM, hidden_size))
+        norm=None if options.norm is None else options.norm.read(source, NORM, inner))
     if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head
     if not options.has_head:
@@ -244,6 +258,19 @@ class HeadPart(Protocol):
     bytes: int
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class HeadTransform:
+    """`norm(activation(dense(x)))`, between the last layer and the head of BERT (Devlin et al., 2018)."""
+
+    def __init__(self, source: WeightSource, size: int, activation: Activation, norms: LayerNormOptions) -> None:
+        self._kernels, self._activation = source.kernels, activation
+        self._dense = Linear(source, {TRANSFORM: size}, size, bias=True, is_exact=True)
+        self._norm = norms.read(source, TRANSFORM_NORM, size)
+        self.bytes = self._dense.bytes + self._norm.bytes
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self._norm(self._kernels.activate(self._dense(x), self._activation))
 
 
 def read_dense(module: DenseFields, source: WeightSource) -> PooledHead:

@@ -1,5 +1,7 @@
 """Linear attention by the gated delta rule (Yang et al., 2024), in place of attention: a state of fixed size per row.
 
+Also with a decay for each line of a state (Kimi Team, "Kimi Linear", 2025), where z and decays are two products each.
+
     x ─► q, k, v, z ─┐
     x ─► b, a ───────┴─► convolution, rule, norm, gate ─► output
          Linear          one kernel, `gated_delta`        Linear
@@ -9,6 +11,8 @@ The state lies in the cache, in a group whose blocks hold one each (`DeltaShape`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +21,29 @@ from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, ref
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
+
+
+class DeltaNames(NamedTuple):
+    """What the parts of such a layer are called in the checkpoint."""
+
+    # Of queries, keys and values: together, or each; and of z, where it is one product.
+    mixed: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    # Of b, and of a where it is one product.
+    gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    convolution: tuple[str, ...] = ("conv1d",)
+    norm: str = "norm"
+    output: str = "out_proj"
+    # The two products of z and of a, the first of which has `value_dim` outputs; (): they are one product.
+    z: tuple[str, str] | tuple[()] = ()
+    decays: tuple[str, str] | tuple[()] = ()
+
+
+QWEN = DeltaNames()
+OWN_PRODUCTS = DeltaNames(
+    ("q_proj", "k_proj", "v_proj", "g_proj"), ("b_proj", "a_proj"), ("q_conv1d", "k_conv1d", "v_conv1d"), "o_norm",
+    "o_proj")
+KIMI = OWN_PRODUCTS._replace(
+    mixed=OWN_PRODUCTS.mixed[:3], gates=("b_proj",), z=("g_a_proj", "g_b_proj"), decays=("f_a_proj", "f_b_proj"))
 
 
 class GatedDelta:
@@ -30,15 +57,18 @@ class GatedDelta:
     ropes: tuple[Rope, ...] = ()
 
     def __init__(
-        self, source: WeightSource, name: str, shape: DeltaShape, hidden_size: int, eps: float, *, is_interleaved: bool,
+        self, source: WeightSource, name: str, shape: DeltaShape, hidden_size: int, eps: float, *,
+        is_interleaved: bool = False, names: DeltaNames = QWEN,
     ) -> None:
         refuse_ranks(source, "a recurrent state")
         self.shape = shape
         self._kernels = source.kernels
         heads, keys = shape.num_value_heads, shape.num_key_heads
         per_key, values = heads // keys, heads // keys * shape.value_dim
-        mixed = {f"{name}.in_proj_qkv": shape.channels, f"{name}.in_proj_z": shape.values}
-        gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
+        each = shape.num_key_heads * shape.key_dim
+        sizes = (each, each, shape.values) if len(names.mixed) > 2 else (shape.channels,)
+        mixed = dict(zip([f"{name}.{part}" for part in names.mixed], (*sizes, shape.values), strict=False))
+        gates = dict(zip([f"{name}.{part}" for part in names.gates], (heads, shape.num_decays), strict=False))
         mixed_order = gates_order = None
         if is_interleaved:
             mixed, gates = {f"{name}.in_proj_qkvz": sum(mixed.values())}, {f"{name}.in_proj_ba": 2 * heads}
@@ -46,9 +76,13 @@ class GatedDelta:
             gates_order = _regrouped(keys, (per_key, per_key))
         self._mixed = Linear(source, mixed, hidden_size, order=mixed_order)
         self._gates = Linear(source, gates, hidden_size, order=gates_order, is_exact=True)
-        self.output = Linear(source, {f"{name}.out_proj": hidden_size}, shape.values)
-        self._weights = _read_weights(source, name, shape, eps)
+        self._z, self._decays = (
+            _read_pair(source, name, pair, (hidden_size, shape.value_dim, outputs), is_exact=is_exact)
+            for pair, outputs, is_exact in ((names.z, shape.values, False), (names.decays, shape.num_decays, True)))
+        self.output = Linear(source, {f"{name}.{names.output}": hidden_size}, shape.values)
+        self._weights = _read_weights(source, name, shape, eps, names)
         self.bytes = self._mixed.bytes + self._gates.bytes + self.output.bytes
+        self.bytes += sum(product.bytes for product in self._z + self._decays)
         self.bytes += sum(weight.nbytes for weight in self._weights if isinstance(weight, Tensor))
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
@@ -57,7 +91,8 @@ class GatedDelta:
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
         """Advance the rows' states; returns what they yield, gated, `[tokens, value heads * value_dim]`."""
-        mixed, gates = self._mixed(x), self._gates(x)
+        mixed, gates = (self._appended(product(x), x, more)
+                        for product, more in ((self._mixed, self._z), (self._gates, self._decays)))
 
         def advance(mixed: Tensor, gates: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
             return self._kernels.gated_delta(mixed, gates, self._weights, cache, batch, self.shape)
@@ -70,14 +105,44 @@ class GatedDelta:
         return advance(mixed, gates, step.batch, step.cache)
 
 
-def _read_weights(source: WeightSource, name: str, shape: DeltaShape, eps: float) -> DeltaWeights:
+    def _appended(self, first: Tensor, x: Tensor, pair: tuple[Linear, ...]) -> Tensor:
+        """`first`, and behind it the outputs of the second product over those of the first."""
+        if not pair:
+            return first
+        inner, outer = pair
+        return self._kernels.rowwise(_beside, first, outer(inner(x)))
+
+
+def _beside(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second), dim=1)
+
+
+def _read_pair(
+    source: WeightSource, name: str, pair: tuple[str, ...], sizes: tuple[int, int, int], *, is_exact: bool,
+) -> tuple[Linear, ...]:
+    """Two products in turn; `sizes` are the inputs, the numbers between them, and the outputs."""
+    if not pair:
+        return ()
+    inner, outer = (f"{name}.{part}" for part in pair)
+    inputs, between, outputs = sizes
+    return (Linear(source, {inner: between}, inputs, is_exact=is_exact),
+            Linear(source, {outer: outputs}, between, is_exact=is_exact))
+
+
+def _read_weights(
+    source: WeightSource, name: str, shape: DeltaShape, eps: float, names: DeltaNames,
+) -> DeltaWeights:
     def read(part: str, *size: int) -> Tensor:
         return source.tensor({f"{name}.{part}": size}).float()
 
-    taps = read("conv1d.weight", shape.channels, 1, shape.taps)
-    rate = -torch.exp(read("A_log", shape.num_value_heads))
-    return DeltaWeights(taps[:, 0].T.contiguous(), rate, read("dt_bias", shape.num_value_heads),
-                        read("norm.weight", shape.value_dim), eps)
+    each = shape.num_key_heads * shape.key_dim
+    channels = (each, each, shape.values) if len(names.convolution) > 1 else (shape.channels,)
+    taps = source.tensor({f"{name}.{part}.weight": (size, 1, shape.taps)
+                          for part, size in zip(names.convolution, channels, strict=True)}).float()
+    heads = shape.num_value_heads
+    rate = -torch.exp(read("A_log", *((1, 1, heads, 1) if shape.decays_lines else (heads,))).flatten())
+    return DeltaWeights(taps[:, 0].T.contiguous(), rate, read("dt_bias", shape.num_decays),
+                        read(f"{names.norm}.weight", shape.value_dim), eps)
 
 
 def _regrouped(groups: int, sizes: tuple[int, ...]) -> Tensor:

@@ -12,6 +12,7 @@ from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, stack
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.names import Spellings, spellings
 from slotwise.compute.model.quantization.awq import AWQ
+from slotwise.compute.model.quantization.bitnet import BitNet
 from slotwise.compute.model.quantization.bitsandbytes import BitsAndBytes
 from slotwise.compute.model.quantization.compressed_tensors import CompressedTensors
 from slotwise.compute.model.quantization.fp8 import FP8
@@ -23,7 +24,7 @@ from slotwise.errors import CheckpointError
 
 METHODS: dict[str, Callable[[Fields, Spellings], Quantization]] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": CompressedTensors, "fp8": FP8, "bitsandbytes": BitsAndBytes,
-    "mxfp4": MXFP4}
+    "mxfp4": MXFP4, "bitnet": BitNet}
 GPT_OSS = ("GptOssForCausalLM",)
 FIELD = "quantization_config"
 

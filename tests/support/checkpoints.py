@@ -294,7 +294,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "openai_gpt": ("OpenAIGPTLMHeadModel", GPT | {"n_inner": ..., "initializer_range": 0.5}),
     "bert_decoder": ("BertLMHeadModel", DECODER),
     "ernie": ("Ernie", DECODER),
-    "bert_generation": ("BertGenerationDecoder", DECODER),
+    "bert_generation": ("BertGenerationDecoder", DECODER | {"initializer_range": 0.3}),
     "megatron_bert": ("MegatronBert", DECODER | {"initializer_range": 0.8}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),

@@ -85,7 +85,7 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "electra": {"rope_scaling": (NOTHING, LINEAR)},
     "electra_small": {"rope_scaling": (NOTHING, LINEAR)},
     "albert": {"rope_scaling": (NOTHING, LINEAR), "num_hidden_layers": (EDITED, 5)},
-    "mpnet": OF_POSITIONS | {"pad_token_id": (NOTHING, 5)},
+    "mpnet": OF_POSITIONS | {"pad_token_id": (NOTHING, 5), "num_attention_heads": (BUILT, 6)},
     "distilbert": {"rope_scaling": (NOTHING, LINEAR)},
     "nomic_bert": {"num_attention_heads": (BUILT, 6), "hidden_size": (BUILT, 128), "hidden_act": (EDITED, "gelu")},
     "eurobert": {"num_attention_heads": (BUILT, 8), "hidden_act": (REFUSED, "gelu")},

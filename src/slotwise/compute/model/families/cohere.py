@@ -93,6 +93,7 @@ AVERAGE = "average"
 
 
 def configure_moe(fields: Fields) -> ModelConfig:
+    fields.refuse(("rope_scaling",), "is set, which is not supported here: write rope_parameters")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     dense = fields.integer("first_k_dense_replace", default=0, minimum=0)
     has_rms_norms = fields.has("rms_norm_eps")

@@ -134,7 +134,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DiffLlamaConfig": ("diffllama", {}),
     "LagunaConfig": ("laguna", {
         "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"] * 2}),
-    "KimiLinearConfig": ("kimi_linear", CALM | {"n_group": 2, "topk_group": 1}),
+    "KimiLinearConfig": ("kimi_linear", CALM | {"n_group": 2, "topk_group": 1, "num_local_experts": 16}),
     "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 BASES |= {

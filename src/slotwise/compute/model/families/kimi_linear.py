@@ -41,11 +41,11 @@ EXPERTS = ExpertNames(
 def configure(fields: Fields) -> ModelConfig:
     section = fields.section("linear_attn_config")
     for old, new in NAMES.items():
-        if old in fields.values:
+        if old in fields.values or new not in fields.values:
             fields = fields.renamed({old: new})
     fields = fields.with_defaults(**{new: section.values[old] for old, new in PUBLISHED.items() if section.has(old)})
     fields = fields.with_defaults(
-        num_experts_per_tok=8, routed_scaling_factor=2.446, n_group=1, topk_group=1, moe_intermediate_size=1024)
+        routed_scaling_factor=2.446, n_group=1, topk_group=1, moe_intermediate_size=1024)
     turning = dict.fromkeys(("head_dim", "rope_parameters", "rope_scaling", "rope_theta"))  # which has no effect here
     plain = Fields({"q_lora_rank": None, **fields.replaced(**turning).values}, fields.where)
     config = deepseek.read_latent(plain, ConfigDefaults(num_kv_heads=32, norm_eps=1e-5), has_neighbors=False)

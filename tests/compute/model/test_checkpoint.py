@@ -205,7 +205,7 @@ class TestRefusals:
         (folder / "config.json").write_text("[1, 2]")
         assert "must hold a JSON object, not a list" in refusal(folder)
 
-    @pytest.mark.parametrize("architectures", [["ReformerModelWithLMHead"], [], None, ["../../x"]])
+    @pytest.mark.parametrize("architectures", [["T5ForConditionalGeneration"], [], None, ["../../x"]])
     def test_unsupported_architecture(self, folder: Path, architectures: list[str] | None) -> None:
         message = refusal(edit_config(folder, architectures=architectures))
         assert "not supported" in message

@@ -384,7 +384,7 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
         "layer_types": (BUILT, HYBRID), "mlp_layer_types": (BUILT, ["sparse", "dense", "sparse", "sparse"]),
         "num_experts": (BUILT, 12), "num_expert_group": (EDITED, 1), "topk_group": (EDITED, 2),
         **{name: (REFUSED, value) for name, value in (  # under another name than the file's
-            ("norm_topk_prob", False), ("num_experts_per_tok", 1), ("n_group", 2), ("num_local_experts", 12),
+            ("norm_topk_prob", False), ("num_experts_per_tok", 1), ("n_group", 4), ("num_local_experts", 12),
             ("n_shared_experts", 1), ("max_position_embeddings", 128))}},
     "BertConfig": DECODER,
     "ErnieConfig": DECODER,

@@ -63,7 +63,7 @@ def anthropic() -> ModuleType:
 
 
 LONGEST = (  # files of half a minute and more
-    "test_ray", "test_rank_families", "test_index", "test_gpu", "test_aarch64", "test_hostile", "test_parity",
+    "test_ray", "test_rank_families", "test_gpu", "test_aarch64", "test_hostile", "test_parity",
     "test_real_weights", "test_lesser_processors", "test_exchange", "test_decoder", "test_ranks")
 
 

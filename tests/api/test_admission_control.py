@@ -132,7 +132,7 @@ def test_a_flood_of_one_key_closes_the_door_to_itself_alone(folder: Path, tmp_pa
             with httpx.Client(timeout=120, headers={"Authorization": "Bearer flood"}) as client:
                 while not over.is_set():
                     answers.append(client.post(server.url + COMPLETIONS, json=asked))
-                    over.wait(0.1 if answers[-1].is_error else 0)  # sooner than it is told
+                    over.wait(0.2 if answers[-1].is_error else 0)  # sooner than it is told
             return answers
 
         light: list[httpx.Response] = []

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -45,6 +46,11 @@ class Authority:
     def settings(self) -> tuple[str, ...]:
         return f"ssl_certfile={self.certfile}", f"ssl_keyfile={self.keyfile}"
 
+    @cached_property
+    def plain(self) -> ssl.SSLContext:
+        """The context of a client without a certificate, made once: that takes longer than a handshake."""
+        return self.context()
+
     def context(self, client: trustme.LeafCert | None = None) -> ssl.SSLContext:
         """A client's."""
         context = ssl.create_default_context()
@@ -63,7 +69,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def secure(folder: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "engine"
     with running(folder, log, *authority.settings, "seconds_per_step=0.005", ENDLESS_CONTEXT) as started:
-        started.client = httpx.Client(timeout=120, verify=authority.context())
+        started.client = httpx.Client(timeout=120, verify=authority.plain)
         yield started
 
 
@@ -74,7 +80,7 @@ def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:
 
 
 def wrapped(server: Server, authority: Authority) -> ssl.SSLSocket:
-    return authority.context().wrap_socket(connect(server), server_hostname="127.0.0.1")
+    return authority.plain.wrap_socket(connect(server), server_hostname="127.0.0.1")
 
 
 def posted(body: dict[str, object]) -> bytes:
@@ -125,7 +131,7 @@ def test_a_client_that_leaves_a_stream_is_noticed(secure: Server, authority: Aut
 def test_what_is_not_tls_is_closed_and_is_one_warning(
         folder: Path, tmp_path: Path, authority: Authority, capfd: pytest.CaptureFixture[str]) -> None:
     with running(folder, tmp_path / "engine", *authority.settings) as server:
-        server.client = httpx.Client(timeout=120, verify=authority.context())
+        server.client = httpx.Client(timeout=120, verify=authority.plain)
         for _ in range(5):
             with connect(server) as connection:
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -159,7 +165,7 @@ def few_files() -> None:
 
 def answered(server: Server, authority: Authority, path: str, source: str) -> int:
     """The status of an answer over a connection of its own; 0 without one."""
-    transport = httpx.HTTPTransport(local_address=source, verify=authority.context())
+    transport = httpx.HTTPTransport(local_address=source, verify=authority.plain)
     with httpx.Client(transport=transport, timeout=120) as client:
         try:
             return client.get(server.url + path).status_code

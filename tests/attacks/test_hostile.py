@@ -47,7 +47,7 @@ async def afterwards(server: Any) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_hostile_exchanges_are_answered_and_by_no_5xx(server: Any) -> None:
-    assert bites(server, hostile.generate(SEED, 200)) == []
+    assert bites(server, hostile.generate(SEED, 120)) == []
 
 
 @pytest.mark.slow

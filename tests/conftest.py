@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import leftovers
 
-# How fast a machine is proves nothing.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How fast a machine is proves nothing, nor does how many of a run's random draws were of use.
+settings.register_profile("busy", deadline=None, suppress_health_check=[
+    HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large])
 settings.load_profile("busy")
 
 

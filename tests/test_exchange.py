@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support import checkpoints
 from support.gguf_files import write
 from support.live import Live, serving
-from support.live_server import children, eventually
+from support.live_server import children, eventually, frozen
 
 from slotwise import LLM, SamplingParams
 from slotwise.api.limits.server_settings import ServerSettings
@@ -117,9 +117,12 @@ def template(live: Live) -> str:
 def test_another_model_is_served_after_running_requests_have_finished(server: Live, models: Models) -> None:
     first, of_first, before = tokens(server), template(server), engines(server)
     with ThreadPoolExecutor(4) as threads:
-        streams = [threads.submit(complete, server, 600) for _ in range(2)]
-        eventually(lambda: server.client.get("/load", headers=ADMIN).json()["server_load"] >= 2)
-        assert load(server, models.second, served_model_name="two").json() == {"model": "two"}
+        with frozen(before[0]):
+            streams = [threads.submit(complete, server, 600) for _ in range(2)]
+            eventually(lambda: server.client.get("/health").json()["num_live"] == 2)
+            loading = threads.submit(load, server, models.second, served_model_name="two")
+            eventually(lambda: server.client.get("/health").status_code == 503)
+        assert loading.result().json() == {"model": "two"}
         for stream in streams:
             assert stream.result().json()["usage"]["completion_tokens"] == 600
     assert names(server) == ["two"] and labels(server) == {"two"}

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support import checkpoints
 from support.live import Live, serving
-from support.live_server import children, eventually
+from support.live_server import children, eventually, frozen
 
 from slotwise import LLM, SamplingParams
 
@@ -127,13 +127,14 @@ def test_level_2_ends_the_engine_and_starts_it_again(server: Live) -> None:
 def test_running_requests_finish_first(server: Live) -> None:
     """Every stream has all of its tokens, though the model was told to sleep while they ran."""
     with ThreadPoolExecutor(4) as threads:
-        streams = [threads.submit(complete, server, PROMPTS[place], 600) for place in range(3)]
-        eventually(lambda: metric(server, "num_requests_running") == 3)
-        slept = threads.submit(post, server, "/sleep?level=1")
-        eventually(lambda: server.client.get("/health").status_code == 503)
-        refused(server)
-        busy = post(server, "/wake_up")
-        assert busy.status_code == 409 and busy.json()["error"]["code"] == "busy"
+        with frozen(engines(server)[0]):
+            streams = [threads.submit(complete, server, PROMPTS[place], 600) for place in range(3)]
+            eventually(lambda: server.client.get("/health").json()["num_live"] == 3)
+            slept = threads.submit(post, server, "/sleep?level=1")
+            eventually(lambda: server.client.get("/health").status_code == 503)
+            refused(server)
+            busy = post(server, "/wake_up")
+            assert busy.status_code == 409 and busy.json()["error"]["code"] == "busy"
         assert [one.result()["usage"]["completion_tokens"] for one in streams] == [600] * 3
         assert slept.result().status_code == 200
     asleep(server, 1)

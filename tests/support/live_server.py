@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -82,6 +84,16 @@ def unanswered(server: Server, path: str, body: dict[str, Any], **headers: str) 
     with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
         yield connection
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A process that does nothing until the block ends, such as an engine whose requests must not end sooner."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def counted(first: int, count: int) -> list[int]:

@@ -269,7 +269,7 @@ ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up
 SHORTEST_TIMEOUT = 4.0  # seconds; a few heartbeats may be late on a busy machine
 STUCK = 10  # timeouts that one step may take while heartbeats arrive
 SUSPECT = 0.5  # share of the timeout after which an engine counts as frozen
-FIRST_WORDS = 60.0  # seconds that a process gets for its imports before its first message, if the timeout is shorter
+STARTING = 60.0  # seconds of silence that a process may need to load, on a busy machine, where the timeout is shorter
 LAST_WORDS = 5.0  # seconds that the engine's thread gets to notice by itself that the channel is closed
 
 Clock = Callable[[], float]
@@ -313,12 +313,12 @@ class HeartbeatMonitor:
     A tick adds at most two heartbeat intervals of silence, so a stall of this process does not count.
 
     Args:
-        timeout: seconds of silence after which an engine is given up; `FIRST_WORDS` at least before its first message.
+        timeout: seconds of silence after which an engine is given up; `STARTING` at least until it is ready.
     """
 
     def __init__(self, timeout: float, clock: Clock = time.monotonic) -> None:
         self._timeout = timeout
-        self._allowed = max(timeout, FIRST_WORDS)  # seconds of silence now
+        self._allowed = max(timeout, STARTING)  # seconds of silence now
         self._clock = clock
         self._ticked_at = clock()
         self._silence = 0.0
@@ -327,7 +327,11 @@ class HeartbeatMonitor:
 
     def heard(self) -> None:
         """Resets the silence: called for all data from the engine."""
-        self._silence, self._allowed = 0.0, self._timeout
+        self._silence = 0.0
+
+    def ready(self) -> None:
+        """Called when the engine has loaded: an import of a large library may have kept it from its heartbeats."""
+        self._allowed = self._timeout
 
     def on_heartbeat(self, step_ns: int) -> None:
         self._step = step_ns * 1e-9

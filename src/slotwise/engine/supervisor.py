@@ -219,12 +219,13 @@ class Supervisor:
             warned = heartbeat.frozen
 
     async def _attach(self, process: EngineProcess) -> EngineInfo:
-        self._heartbeat = HeartbeatMonitor(self._timeout, self._clock)
+        heartbeat = self._heartbeat = HeartbeatMonitor(self._timeout, self._clock)
         try:
-            info = await self._client.attach(process.channel, self._heartbeat)
+            info = await self._client.attach(process.channel, heartbeat)
         except EngineError:
             self._heartbeat = None
             raise
+        heartbeat.ready()
         self._ready_at = self._clock()
         return info
 

@@ -50,6 +50,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step": records.step_records,
     "event log": records.entries,
     "reasons": records.reasons_of_refusals,
+    "cache causes": records.causes_of_misses,
     "parts of a request": records.parts_of_a_request,
     "modules": modules.modules,
     "reliability": results.reliability,

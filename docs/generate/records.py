@@ -10,7 +10,7 @@ from typing import get_args
 from docs.generate.fields import documented
 from docs.generate.markdown import code, sentence, table
 
-from slotwise.core import reasons, record
+from slotwise.core import cache_causes, reasons, record
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.messages import Add, Timing
@@ -58,6 +58,8 @@ COMMON = {
     "first_blocked": "the first request that waits for it",
     "num_behind": "requests behind that one",
     "admitted": "requests that enter a slot",
+    "lookups": "what the prefix cache had of their tokens",
+    "cause": "why it was found in the prefix cache, or was not",
     "ended": "requests that end",
     "num_running": "requests with a slot, after the step",
     "num_waiting": "requests without one",
@@ -104,8 +106,17 @@ def entries() -> str:
 
 def reasons_of_refusals() -> str:
     """Returns the table of the reasons for which an unfinished request does not run."""
-    found = REASON.finditer(inspect.getsource(reasons))
-    return table(("reason", "meaning"), [(code(one["name"]), sentence(one["note"])) for one in found])
+    return _constants("reason", reasons)
+
+
+def causes_of_misses() -> str:
+    """Returns the table of why spans of prompts were found in the prefix cache, or were not."""
+    return _constants("cause", cache_causes)
+
+
+def _constants(name: str, module: ModuleType) -> str:
+    found = REASON.finditer(inspect.getsource(module))
+    return table((name, "meaning"), [(code(one["name"]), sentence(one["note"])) for one in found])
 
 
 def parts_of_a_request() -> str:

@@ -7,21 +7,20 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from slotwise.engine.client import MAX_WAITING, QueuePositionQueries
-from slotwise.engine.messages import QueuePositionAnswer, QueuePositionQuery, RequestPosition
+from slotwise.engine.client import MAX_WAITING, Queries
+from slotwise.engine.messages import RequestPosition
 from slotwise.engine.refusals import Refused
 
 
-def play(scenario: Callable[[QueuePositionQueries, list[QueuePositionQuery]], Awaitable[None]]) -> None:
+def play(scenario: Callable[[Queries[RequestPosition], list[int]], Awaitable[None]]) -> None:
     async def whole() -> None:
-        await asyncio.wait_for(scenario(QueuePositionQueries(), []), 120)
+        await asyncio.wait_for(scenario(Queries(), []), 120)
 
     asyncio.run(whole())
 
 
-def answer(question: QueuePositionQuery) -> QueuePositionAnswer:
-    return QueuePositionAnswer(question.number,
-                               tuple(RequestPosition(name, "running", 1) for name in question.request_ids))
+def positions(name: int) -> tuple[RequestPosition, ...]:
+    return (RequestPosition(name, "running", 1),)
 
 
 async def settle() -> None:
@@ -30,36 +29,36 @@ async def settle() -> None:
 
 
 def test_each_waits_for_the_one_before() -> None:
-    async def scenario(queries: QueuePositionQueries, sent: list[QueuePositionQuery]) -> None:
-        asking = [asyncio.create_task(queries.ask([name], sent.append)) for name in "abc"]
+    async def scenario(queries: Queries[RequestPosition], sent: list[int]) -> None:
+        asking = [asyncio.create_task(queries.ask(sent.append)) for _ in range(3)]
         for number in range(3):
             await settle()
             assert len(sent) == number + 1
-            queries.answered(answer(sent[-1]))
-        assert [found[0].request_id for found in await asyncio.gather(*asking)] == ["a", "b", "c"]
+            queries.answered(sent[-1], positions(number))
+        assert [found[0].request_id for found in await asyncio.gather(*asking)] == [0, 1, 2]
 
     play(scenario)
 
 
 def test_an_answer_to_somebody_who_has_gone_is_nobody_elses() -> None:
-    async def scenario(queries: QueuePositionQueries, sent: list[QueuePositionQuery]) -> None:
-        gone = asyncio.create_task(queries.ask(["a"], sent.append))
+    async def scenario(queries: Queries[RequestPosition], sent: list[int]) -> None:
+        gone = asyncio.create_task(queries.ask(sent.append))
         await settle()
         gone.cancel()
-        asking = asyncio.create_task(queries.ask(["b"], sent.append))
+        asking = asyncio.create_task(queries.ask(sent.append))
         await settle()
-        queries.answered(answer(sent[0]))
+        queries.answered(sent[0], positions(7))
         await settle()
         assert not asking.done()
-        queries.answered(answer(sent[1]))
-        assert (await asking)[0].request_id == "b"
+        queries.answered(sent[1], positions(8))
+        assert (await asking)[0].request_id == 8
 
     play(scenario)
 
 
 def test_nobody_waits_for_an_engine_that_is_gone() -> None:
-    async def scenario(queries: QueuePositionQueries, sent: list[QueuePositionQuery]) -> None:
-        asking = asyncio.create_task(queries.ask(["a"], sent.append))
+    async def scenario(queries: Queries[RequestPosition], sent: list[int]) -> None:
+        asking = asyncio.create_task(queries.ask(sent.append))
         await settle()
         queries.give_up(RuntimeError("it was killed"))
         with pytest.raises(RuntimeError):
@@ -69,17 +68,17 @@ def test_nobody_waits_for_an_engine_that_is_gone() -> None:
 
 
 def test_more_than_may_wait_are_refused_at_once() -> None:
-    async def scenario(queries: QueuePositionQueries, sent: list[QueuePositionQuery]) -> None:
-        asking = [asyncio.create_task(queries.ask(["a"], sent.append)) for _ in range(MAX_WAITING)]
+    async def scenario(queries: Queries[RequestPosition], sent: list[int]) -> None:
+        asking = [asyncio.create_task(queries.ask(sent.append)) for _ in range(MAX_WAITING)]
         await settle()
         with pytest.raises(Refused, match="too many"):
-            await queries.ask(["b"], sent.append)
+            await queries.ask(sent.append)
         for task in asking:
             task.cancel()
         await settle()
-        asking = [asyncio.create_task(queries.ask(["c"], sent.append))]
+        asking = [asyncio.create_task(queries.ask(sent.append))]
         await settle()
-        queries.answered(answer(sent[-1]))
-        assert (await asking[0])[0].request_id == "c"
+        queries.answered(sent[-1], positions(9))
+        assert (await asking[0])[0].request_id == 9
 
     play(scenario)

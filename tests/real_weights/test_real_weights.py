@@ -21,6 +21,7 @@ import pytest
 import torch
 from benchmarks.real_texts import documents
 from support.drafted import play, slow_steps
+from support.live import serving
 from support.ragged import Driver
 from support.real_weights import (
     CHATS,
@@ -388,3 +389,23 @@ def test_drafts_change_no_token_of_an_edit(exact: Loaded, folder: Path) -> None:
 def edited(tokens: tuple[int, ...]) -> tuple[int, ...]:
     """A prediction of these tokens in which every twelfth is another one."""
     return tuple(token + 1 if place % 12 == 11 else token for place, token in enumerate(tokens))
+
+
+# -- the prefix cache --------------------------------------------------------------------------------------------------
+
+
+def test_a_date_in_a_system_prompt_is_named_with_the_seconds_that_it_costs(file: Path, tmp_path: Path) -> None:
+    rules = " ".join(f"Rule {number}: answer in one short sentence." for number in range(30))
+    with serving(str(file), "--max-num-seqs", "2", "--max-model-len", "1024", "--kv-cache-memory", "64M",
+                 log=tmp_path / "log") as live:
+        for day in (27, 28):
+            answer = live.client.post("/v1/chat/completions", json={"max_tokens": 1, "messages": [
+                {"role": "system", "content": f"You are helpful. Today is 2026-11-{day}. {rules}"},
+                {"role": "user", "content": "What is a cache?"}]}).raise_for_status().json()
+        (explanation,) = live.client.get(f"/explain/{answer['id']}").json()["requests"]
+        (diverged,) = [span for span in explanation["cache"]["spans"] if span["cause"] == "diverged"]
+        (first, *_) = live.client.get("/cache/report").json()["divergences"]
+    assert diverged["text"]["before"].endswith("2026-11-2") and diverged["text"]["own"].startswith("8. Rule 0")
+    assert diverged["text"]["nearest"].startswith("7. Rule 0") and diverged["tokens"] > 200
+    assert first["diverged_at"] == diverged["diverged_at"] and first["advice"].startswith("A date or time changes")
+    assert 0.9 * diverged["seconds"] < first["avoidable_seconds"] <= first["seconds"]

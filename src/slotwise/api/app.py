@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from slotwise.api.admin import admin, lifecycle, pages, request_status
+from slotwise.api.admin.cache_report import cache_report
 from slotwise.api.admin.event_stream import events
 from slotwise.api.admin.html import reference_page
 from slotwise.api.admin.lifecycle import LOAD, UNLOAD, load_adapter, unload_adapter
@@ -99,6 +100,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", request_status.explain),
+    ("GET", "/cache/report", cache_report),
     ("GET", "/requests/{request_id:path}", request_status.status),
 )
 

@@ -23,6 +23,7 @@ from slotwise.measure.simulate.what_if import what_if
 from slotwise.observe import event_log, log_file
 from slotwise.observe.event_log import Entry, LogError
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
+from slotwise.observe.explain_words import cache_sentence
 from slotwise.observe.fold import gather
 from slotwise.observe.log_file import read_file
 from slotwise.observe.request_timeline import RequestTimeline
@@ -107,6 +108,8 @@ def _show_explanation(console: Console, explanation: Explanation) -> None:
     table.add_row("all", "", _ms(total), "100.0%" if total else "", "", "as its client waited" if timeline.ended else
                   "so far: the log ends before it does")
     console.print(table)
+    if said := cache_sentence(explanation.cache):
+        console.print(plain(said))
 
 
 def _heading(explanation: Explanation) -> str:

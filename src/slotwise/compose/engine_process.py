@@ -31,6 +31,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, decode_command, encode, messages_of
 from slotwise.engine.messages import (
     Add,
+    DivergenceQuery,
     EngineFailed,
     GiveBack,
     GivenBack,
@@ -134,6 +135,8 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel, lo
         num_arrived += isinstance(command, Add)
         if isinstance(command, QueuePositionQuery):
             channel.send(encode(engine.queue_positions(command)))
+        elif isinstance(command, DivergenceQuery):
+            channel.send(encode(engine.divergences(command)))
         elif isinstance(command, GiveBack):
             channel.send(encode(GivenBack(engine.give_back())))
         elif isinstance(command, LoadAdapter):

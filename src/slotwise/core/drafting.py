@@ -114,7 +114,7 @@ class Drafting:
     def _plan(self, place: int, drafts: tuple[int, ...], builder: PlanBuilder) -> None:
         """Plan the drafts of a row, or as many as its blocks have room for: rows before it may have taken the rest."""
         request = builder.rows[place][0]
-        blocks = self._kv.extend(request, len(request.tokens) + len(drafts))
+        blocks = self._kv.extend(request, len(request.tokens) + len(drafts), builder.now)
         if blocks is None:
             drafts, builder.draft_limit = drafts[: request.capacity - len(request.tokens)], NO_ROOM
         else:

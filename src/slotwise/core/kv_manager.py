@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
+from slotwise.core import cache_causes
 from slotwise.core.block_pool import BlockPool, ConservationError
 from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.host_cache import HostCache
 from slotwise.core.kv_transfers import PinnedBlocks
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
-from slotwise.core.record import FREED, FreedBlocks, NewBlocks
+from slotwise.core.prompt_lookup import PromptLookup
+from slotwise.core.record import FREED, FreedBlocks, NewBlocks, PromptSpan
 from slotwise.core.request import KVTransfer, Request
 
 NEVER = 1 << 62  # tokens
@@ -48,6 +50,7 @@ class KVManager:
     def __init__(self, num_blocks: int, groups: CacheGroups, host: HostCache, *, shares: bool) -> None:
         self.host = host
         self.prefix = PrefixCache(groups.block_size, groups.windows)
+        self.prompts = PromptLookup(self.prefix, groups.block_size, num_blocks + host.total)
         self.pool = BlockPool(num_blocks, self.prefix.has)
         self.pinned = PinnedBlocks(self.pool)
         self.block_size = groups.block_size
@@ -91,18 +94,48 @@ class KVManager:
         missing = sum(ends) - len(ends) * len(found) + len(on_host)
         return Allocation(len(found) * self.block_size, found, used, on_host, ends, missing)
 
-    def allocate(self, request: Request, allocation: Allocation) -> int:
+    def lookup(self, request: Request, allocation: Allocation) -> tuple[PromptSpan, ...]:
+        """Returns why each span of a request's known tokens was found in the prefix cache, or was not.
+
+        The request is about to get `allocation`: allocating evicts.
+        """
+        num_tokens = len(request.tokens)
+        if request.tables:  # landed: its prompt came from another engine
+            found = allocation.num_computed - request.num_received
+            spans = [PromptSpan(found, cache_causes.FOUND), PromptSpan(allocation.num_computed, cache_causes.RECEIVED),
+                     PromptSpan(num_tokens, cache_causes.NEW)]
+            return tuple([span for span, before in zip(spans, [0, *[one.end for one in spans]], strict=False)
+                          if span.end > before])
+        if not self._shares:
+            return (PromptSpan(num_tokens, cache_causes.DISABLED),)
+        if request.computes_whole_prompt and not request.num_output:
+            return (PromptSpan(num_tokens, cache_causes.WHOLE_PROMPT),)
+        return (*self._found(allocation), *self.prompts.missed(request, allocation.found))
+
+    def _found(self, allocation: Allocation) -> list[PromptSpan]:
+        if not allocation.on_host:
+            return [PromptSpan(allocation.num_computed, cache_causes.FOUND)] if allocation.found else []
+        on_host = {id(cached.entry) for cached in allocation.on_host}
+        spans: list[PromptSpan] = []
+        for number, entry in enumerate(allocation.found, 1):
+            cause = cache_causes.FOUND_IN_HOST if id(entry) in on_host else cache_causes.FOUND
+            if spans and spans[-1].cause == cause:
+                spans.pop()
+            spans.append(PromptSpan(number * self.block_size, cause))
+        return spans
+
+    def allocate(self, request: Request, allocation: Allocation, now: float) -> int:
         """Set the block tables of `request`.  Returns its computed tokens, including those the plan will load."""
         num_computed, found, used, on_host, ends, num_missing = allocation
         if request.tables:
-            more = iter(self._pop_blocks(num_missing))
+            more = iter(self._pop_blocks(num_missing, request, now))
             for table, end in zip(request.tables, ends, strict=True):
                 table.blocks.extend(islice(more, end - table.end))
             request.num_reserved, request.capacity = max(ends), min(ends) * self.block_size
             return num_computed
         self.pool.share(cached.block for cached in chain(*used) if cached.block != NOWHERE)
         self.host.hold(on_host)  # evictions below may save to the host, but not to these blocks
-        taken = iter(self._pop_blocks(num_missing))
+        taken = iter(self._pop_blocks(num_missing, request, now))
         for cached in on_host:
             block = next(taken)
             self.host.load(cached, block)
@@ -115,7 +148,7 @@ class KVManager:
         request.capacity = min(ends) * self.block_size
         block_hashes = request.block_hashes
         block_hashes.length = len(found)
-        block_hashes.before = found[-1].number if found else block_hashes.salt
+        block_hashes.last = found[-1] if found else None
         self._set_advance_at(request, len(found))
         self.pool.cached.admitted(request, found)
         return num_computed
@@ -129,14 +162,14 @@ class KVManager:
         """Tokens that fit the blocks of `request` and all available ones but `spare`."""
         return request.capacity + max(0, self.pool.num_available - spare) // len(self._groups) * self.block_size
 
-    def extend(self, request: Request, num_tokens: int) -> Sequence[NewBlocks] | None:
+    def extend(self, request: Request, num_tokens: int, now: float) -> Sequence[NewBlocks] | None:
         """Append blocks up to a capacity of `num_tokens` tokens.  Returns them; None, and no change, if too few."""
         if num_tokens <= request.capacity:
             return ()
         missing = self._missing_to(request, num_tokens)
         if sum(missing) > self.pool.num_available:
             return None
-        taken = iter(self._pop_blocks(sum(missing)))
+        taken = iter(self._pop_blocks(sum(missing), request, now))
         new = [NewBlocks(request.slot, group, tuple(islice(taken, count)))
                for group, count in enumerate(missing) if count]
         for _, group, blocks in new:
@@ -225,11 +258,13 @@ class KVManager:
             if [table.first for table in request.tables] not in ([], firsts):
                 raise ConservationError(f"{request.request_id} does not keep its windows' blocks, from {firsts} on")
 
-    def _pop_blocks(self, count: int) -> list[int]:
+    def _pop_blocks(self, count: int, request: Request, now: float) -> list[int]:
+        """Returns `count` blocks for `request`, evicting cached ones where too few are free."""
         if (lacking := count - self.pool.num_free) > 0:
             for block in self.pool.evict(lacking):
                 lost = self.host.keep(self.prefix.vacate(block), block)
                 if lost is not None:
+                    self.prompts.evicted(lost.entry, request, now)
                     self.prefix.forget(lost.entry)
         return self.pool.pop(count)
 

@@ -10,6 +10,7 @@ from slotwise.core.host_cache import Copies
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.record import (
     Admission,
+    CacheLookup,
     Decision,
     FreedBlocks,
     NewBlocks,
@@ -48,7 +49,7 @@ class PlanBuilder:
 
     __slots__ = (
         "admitted", "budget", "deferred", "draft_limit", "drafts", "has_chunk", "held", "is_adapter_overdue",
-        "is_pressed", "isolated_steps", "lanes",
+        "is_pressed", "isolated_steps", "lanes", "lookups",
         "new_blocks", "new_requests", "now", "padding", "paused", "preempted", "refused", "rows", "shortage",
         "starting", "step", "stop", "time",
     )
@@ -74,6 +75,7 @@ class PlanBuilder:
         self.new_requests: list[NewRequest] = []
         self.new_blocks: list[NewBlocks] = []
         self.admitted: list[Admission] = []
+        self.lookups: list[CacheLookup] = []
         self.preempted: list[Preemption] = []
         self.is_adapter_overdue = False  # a request was passed often enough while it waited for an adapter's slot
         self.is_pressed = False  # a request was preempted for want of blocks
@@ -145,5 +147,5 @@ class PlanBuilder:
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
             starts, counts, drafts, num_logits, kinds, self.padding, tuple(self.held),
             tuple(self.preempted), tuple(self.refused), self.stop, *copies, self.draft_limit, expired,
-            tuple(self.admitted))
+            tuple(self.admitted), tuple(self.lookups))
         return InFlight(plan, requests, tuple([request.epoch for request in requests]))

@@ -11,13 +11,16 @@ is SGLang's radix tree, a block an edge (Zheng et al., 2024).
 
 A prefix is usable if each group has the blocks that its window reaches back to from the prefix's end: a group of full
 attention all of them, a windowed one the last few (`core/cache_groups.py`).
+
+Entries with the same predecessor are siblings.  So where a prompt is not found any further, the entries behind the last
+one found are the nearest cached prompts, and the first token at which they differ is known (`core/prompt_lookup.py`).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 
 from slotwise.core.cache_groups import BlockTable
 
@@ -46,7 +49,8 @@ class CachedBlock:
 class Entry:
     """A published block of tokens: computed, and never written again."""
 
-    __slots__ = ("before", "cached", "digest", "number", "position", "tokens")
+    __slots__ = ("before", "cached", "digest", "latest_child", "newer", "number", "older", "parent", "position",
+                 "salt", "tokens")
 
     def __init__(
         self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, blocks: Sequence[int],
@@ -60,27 +64,82 @@ class Entry:
         parents = parent.cached if parent is not None and parent.cached else (None,) * len(blocks)
         self.cached: tuple[CachedBlock, ...] = tuple([  # by group
             CachedBlock(self, *one) for one in zip(parents, blocks, strict=True)])
+        self.salt = ""
+        self.parent: Entry | None = None  # the entry before, or the root of its salt
+        self.latest_child: Entry | None = None
+        self.older: Entry | None = None  # siblings, by when they were published
+        self.newer: Entry | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every group has it, on the device or on the host."""
+        return all(cached.is_somewhere for cached in self.cached)
+
+    def children(self, most: int) -> Iterator[Entry]:
+        """Yields the latest `most` entries behind this one, the latest first."""
+        child = self.latest_child
+        for _ in range(most):
+            if child is None:
+                return
+            yield child
+            child = child.older
+
+    def link(self, parent: Entry) -> None:
+        """Make this the latest entry behind `parent`."""
+        self.parent, self.salt = parent, parent.salt
+        older = self.older = parent.latest_child
+        if older is not None:
+            older.newer = self
+        parent.latest_child = self
+
+    def unlink(self) -> None:
+        """Undo `link`.  Entries behind this one cannot be found any more."""
+        older, newer, parent = self.older, self.newer, self.parent
+        if older is not None:
+            older.newer = newer
+        if newer is not None:
+            newer.older = older
+        elif parent is not None and parent.latest_child is self:
+            parent.latest_child = older
+        self.latest_child = self.older = self.newer = self.parent = None
 
     def holds(self, tokens: tuple[int, ...], before: int | str) -> bool:
         return self.tokens == tokens and self.before == before
 
 
 class BlockHashes:
-    """A request's known tokens by block, their digests, and how many of these blocks are in the prefix cache."""
+    """A request's known tokens by block, their digests, and how many of these blocks are in the prefix cache.
 
-    __slots__ = ("before", "digests", "length", "parts", "salt")
+    Args:
+        salt: requests with another one never find its blocks.
+        owner: whoever has salts of this owner may hear that a prompt is cached under another one of them.
+    """
 
-    def __init__(self, salt: str) -> None:
+    __slots__ = ("digests", "last", "length", "owner", "parts", "salt")
+
+    def __init__(self, salt: str, owner: str = "") -> None:
         self.salt = salt
+        self.owner = owner
         self.parts: list[tuple[int, ...]] = []
         self.digests: list[int] = []
-        self.before: int | str = salt  # number of the last of the `length` entries, or the salt
+        self.last: Entry | None = None  # the last of the `length` entries
         self.length = 0  # blocks published or found
 
     def rewind(self) -> None:
         """Reset to the salt: the request released its blocks."""
-        self.before = self.salt
+        self.last = None
         self.length = 0
+
+
+class Root(Entry):
+    """The beginning of all prompts of a salt."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, salt: str, owner: str) -> None:
+        super().__init__(NOWHERE, _seed(salt), (), salt, ())
+        self.salt = salt
+        self.owner = owner
 
 
 class PrefixCache:
@@ -95,6 +154,8 @@ class PrefixCache:
         self._windows = windows
         self._digest = digest
         self._entries: dict[int, Entry] = {}  # by digest
+        self._roots: dict[str, Root] = {}  # by salt, those with entries
+        self._salts: dict[str, dict[str, None]] = {}  # by owner, those of `_roots`
         self._of_block: dict[int, CachedBlock] = {}
         self._numbers = count()
 
@@ -110,6 +171,11 @@ class PrefixCache:
 
         At most `max_loads` of the blocks that it needs are in host memory only.
         """
+        found = self.chain(block_hashes, tokens, num_tokens)
+        return found[: self._usable(found, max_loads)]
+
+    def chain(self, block_hashes: BlockHashes, tokens: Sequence[int], num_tokens: int) -> list[Entry]:
+        """Returns the entries of the longest prefix of `tokens[:num_tokens]`, usable or not, in order."""
         found: list[Entry] = []
         before: int | str = block_hashes.salt
         for index in range(num_tokens // self._block_size):
@@ -119,7 +185,38 @@ class PrefixCache:
                 break
             found.append(entry)
             before = entry.number
-        return found[: self._usable(found, max_loads)]
+        return found
+
+    def digest(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> int:
+        """The digest of block `index` of a request's `tokens`."""
+        self._extend(block_hashes, tokens, index)
+        return block_hashes.digests[index]
+
+    def with_digest(self, digest: int) -> Entry | None:
+        return self._entries.get(digest)
+
+    def root(self, salt: str) -> Root | None:
+        """The beginning of all prompts of `salt`; None: none is cached."""
+        return self._roots.get(salt)
+
+    def other_salts(self, block_hashes: BlockHashes, most: int) -> list[str]:
+        """Up to `most` other salts of the same owner with cached prompts, the latest first."""
+        salts = self._salts.get(block_hashes.owner, {})
+        return [salt for salt in islice(reversed(salts), most + 1) if salt != block_hashes.salt][:most]
+
+    def num_under(self, salt: str, block_hashes: BlockHashes, tokens: Sequence[int], most: int) -> int:
+        """How many of the first `most` blocks of `tokens` are cached under another `salt`."""
+        before: int | str = salt
+        digest = _seed(salt)
+        for index in range(most):
+            self._extend(block_hashes, tokens, index)
+            part = block_hashes.parts[index]
+            digest = self._digest((digest, part))
+            entry = self._entries.get(digest)
+            if entry is None or not entry.holds(part, before):
+                return index
+            before = entry.number
+        return most
 
     def _usable(self, entries: Sequence[Entry], max_loads: int) -> int:
         """Length of the longest usable prefix of `entries`."""
@@ -152,9 +249,9 @@ class PrefixCache:
         Returns the entries replaced: same digest, but the predecessor is gone, so they cannot be found any more.
         """
         self._extend(block_hashes, tokens, end - 1)
-        entries, digests, parts, before = self._entries, block_hashes.digests, block_hashes.parts, block_hashes.before
+        entries, digests, parts, last = self._entries, block_hashes.digests, block_hashes.parts, block_hashes.last
+        before: int | str = block_hashes.salt if last is None else last.number
         replaced: list[Entry] = []
-        parent = entries.get(digests[block_hashes.length - 1]) if block_hashes.length else None
         for index in range(block_hashes.length, end):
             digest, part = digests[index], parts[index]
             blocks = [table.blocks[index - table.first] for table in tables]
@@ -166,14 +263,15 @@ class PrefixCache:
             else:
                 if entry is not None:
                     replaced.append(entry)
+                    self._unlink(entry)
                     for cached in entry.cached:
                         self._of_block.pop(cached.block, None)
-                parent = parent if parent is not None and parent.number == before else None
-                entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks, parent)
+                entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks, last)
+                entry.link(self._make_root(block_hashes) if last is None else last)
                 for cached in entry.cached:
                     self._of_block[cached.block] = cached
-            parent, before = entry, entry.number
-        block_hashes.before, block_hashes.length = before, end
+            before, last = entry.number, entry
+        block_hashes.last, block_hashes.length = last, end
         return replaced
 
     def has(self, block: int) -> bool:
@@ -210,9 +308,28 @@ class PrefixCache:
                 return
         if self.has_entry(entry):
             del self._entries[entry.digest]
+            self._unlink(entry)
             for cached in entry.cached:
                 cached.before = None
             entry.cached = ()  # they name each other, and would be left to the collector of circular garbage
+
+    def _make_root(self, block_hashes: BlockHashes) -> Root:
+        salt, owner = block_hashes.salt, block_hashes.owner
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Root(salt, owner)
+            self._salts.setdefault(owner, {})[salt] = None
+        return root
+
+    def _unlink(self, entry: Entry) -> None:
+        root = entry.parent
+        entry.unlink()
+        if isinstance(root, Root) and root.latest_child is None:
+            del self._roots[root.salt]
+            salts = self._salts[root.owner]
+            del salts[root.salt]
+            if not salts:
+                del self._salts[root.owner]
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:
         """Split `tokens` up to block `index`; each block of a request is split and digested once.
@@ -224,9 +341,13 @@ class PrefixCache:
             part = tuple(tokens[at * size : (at + 1) * size])
             if parts and part == parts[-1]:
                 part = parts[-1]
-            before = digests[-1] if digests else zlib.crc32(block_hashes.salt.encode())
+            before = digests[-1] if digests else _seed(block_hashes.salt)
             parts.append(part)
             digests.append(self._digest((before, part)))
+
+
+def _seed(salt: str) -> int:
+    return zlib.crc32(salt.encode())
 
 
 def _is_on_host(cached: CachedBlock) -> bool:

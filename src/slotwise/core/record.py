@@ -48,6 +48,7 @@ CACHE_GROUP = 0  # the first cache group, which most models have alone
 FREED = -1  # in place of a block that is behind a window, and is never read
 PROPOSED = -1  # a draft that the executor proposes
 NO_STEP = -1  # in place of a step's number
+ANOTHER_REQUEST = -1  # in place of the number of another tenant's request
 
 
 class RowKind(IntEnum):
@@ -126,6 +127,23 @@ class Admission(NamedTuple):
     num_cached: int  # tokens found in the prefix cache, and not computed
 
 
+class PromptSpan(NamedTuple):
+    """A span of an admitted request's known tokens; it begins where the one before ends."""
+
+    end: int  # position behind its last token
+    cause: str  # why it was found in the prefix cache, or was not (`core/cache_causes.py`)
+    at: float = 0.0  # seconds; when it was evicted, to the second if another tenant's request got its first block
+    request_id: int = ANOTHER_REQUEST  # for which it was evicted
+    position: int = 0  # the first token that differs from the nearest cached prompt, where it diverged
+
+
+class CacheLookup(NamedTuple):
+    """What the prefix cache had of an admitted request's tokens."""
+
+    request_id: int
+    spans: tuple[PromptSpan, ...]  # of all known tokens, in order
+
+
 class Preemption(NamedTuple):
     """A request that lost its slot and its blocks; it keeps its tokens, and waits to be recomputed."""
 
@@ -172,6 +190,7 @@ class StepPlan(NamedTuple):
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
     expired_blocks: tuple[FreedBlocks, ...] = ()  # before `new_blocks`
     admitted: tuple[Admission, ...] = ()  # the `new_requests`
+    lookups: tuple[CacheLookup, ...] = ()  # likewise
 
     @property
     def num_rows(self) -> int:
@@ -357,6 +376,10 @@ class StepRecord(NamedTuple):
     @property
     def admitted(self) -> tuple[Admission, ...]:
         return tuple([one for plan in self.plans for one in plan.admitted])
+
+    @property
+    def lookups(self) -> tuple[CacheLookup, ...]:
+        return tuple([one for plan in self.plans for one in plan.lookups])
 
     @property
     def preempted(self) -> tuple[Preemption, ...]:

@@ -93,12 +93,22 @@ class RequestSpec:
     stop_lengths: tuple[int, ...] = ()  # lengths of the stop strings in characters, where `params` leaves them out
     session: str = ""  # a conversation's or an agent's name, as its tenant chose it; "": it has none
     retain: float = 0.0  # seconds for which its blocks are kept after its end, if others' running requests allow it
+    cache_generation: int = 0  # times that the prefix cache was reset before: nothing from before is found
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
-        for name in ("adapter", "forced_length", "queue_timeout", "retain"):
+        for name in ("adapter", "forced_length", "queue_timeout", "retain", "cache_generation"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
+
+    @property
+    def salt_owner(self) -> str:
+        """Whose salt it is: the tenant, if the salt begins with its name, as that of every API key does; else the salt.
+
+        A tenant without a key could claim any name, so it hears of no other salt.
+        """
+        tenant = self.slo.tenant
+        return tenant if tenant and (self.salt == tenant or self.salt.startswith(tenant + ":")) else ":" + self.salt
 
     @property
     def output(self) -> Output:
@@ -124,6 +134,24 @@ class RequestSpec:
     def public(self) -> RequestSpec:
         """Returns it as a stream of events shows it: without texts, salt, session and tenant."""
         return replace(self.without_texts(), salt="", session="", slo=replace(self.slo, tenant=""))
+
+
+class Namespace(NamedTuple):
+    """What prompts have to share before they share cached blocks, beside their tokens."""
+
+    generation: int  # of the cache
+    adapter: int
+    salt: str
+
+    @property
+    def text(self) -> str:
+        """The salt of `BlockHashes`: no other namespace has it, whatever the salts contain."""
+        return f"{self.generation}:{self.adapter}:{self.salt}"
+
+    @classmethod
+    def of(cls, text: str) -> Namespace:
+        generation, adapter, salt = text.split(":", 2)
+        return cls(int(generation), int(adapter), salt)
 
 
 class IllegalTransition(AssertionError):
@@ -172,7 +200,8 @@ class Request:
         self.tables: list[BlockTable] = []
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
-        self.block_hashes = BlockHashes(f"{spec.adapter}\0{spec.salt}" if spec.adapter else spec.salt)
+        self.block_hashes = BlockHashes(
+            Namespace(spec.cache_generation, spec.adapter, spec.salt).text, spec.salt_owner)
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
         self.kv = spec.kv  # None once it neither sends nor expects blocks any more

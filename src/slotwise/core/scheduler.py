@@ -77,6 +77,7 @@ from slotwise.core.reasons import (
 from slotwise.core.record import (
     NO_OUTCOME,
     Admission,
+    CacheLookup,
     Logprobs,
     NewRequest,
     Outcome,
@@ -388,7 +389,7 @@ class Scheduler:
                     allocation := self._free_for(request, ())) is None:
                 queue.close(request.spec.slo.tenant)
                 continue
-            request.start_from(self.kv.allocate(request, allocation))
+            request.start_from(self.kv.allocate(request, allocation, now))
             self.transfers.land(request)
             if request.num_computed < len(request.tokens) - 1:
                 self.transfers.await_blocks(request, now)
@@ -473,7 +474,7 @@ class Scheduler:
 
         Blocks that no row holds, pinned or landed, go first.
         """
-        while (blocks := self.kv.extend(request, num_tokens)) is None:
+        while (blocks := self.kv.extend(request, num_tokens, builder.now)) is None:
             if self._reclaim(lambda: self.kv.num_lacking_to(request, num_tokens), (), list(self.transfers.landed)):
                 continue
             victim = self._victim(builder)
@@ -906,7 +907,8 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         self.running[request.request_id] = request
         request.num_at_join = len(request.tokens)
-        request.start_from(self.kv.allocate(request, allocation))
+        builder.lookups.append(CacheLookup(request.request_id, self.kv.lookup(request, allocation)))
+        request.start_from(self.kv.allocate(request, allocation, builder.now))
         request.transition(State.RUNNING)
         self.policy.admitted(request, builder.now)
         cached = request.num_computed - request.num_received

@@ -14,8 +14,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from slotwise.core.prompt_lookup import DivergedTokens
 from slotwise.core.record import Counters, Outcome, RequestEnd, StepRecord
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.generation import Generation, LiveGenerations
@@ -25,6 +26,8 @@ from slotwise.engine.messages import (
     Add,
     Command,
     Configure,
+    DivergenceAnswer,
+    DivergenceQuery,
     EngineInfo,
     Finish,
     GiveBack,
@@ -95,10 +98,11 @@ class UnsentCommands:
 
 
 MAX_WAITING = 64
+Answer = TypeVar("Answer")
 
 
-class QueuePositionQueries:
-    """Matches answers to queries, and fails the pending query when the engine is lost.
+class Queries(Generic[Answer]):
+    """Matches answers to queries of one kind, and fails the pending query when the engine is lost.
 
     One query is in progress at a time, because its answer may have to visit the whole queue; a few more may wait.
     """
@@ -107,36 +111,34 @@ class QueuePositionQueries:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._number = 0  # of the latest query
-        self._answer: asyncio.Future[tuple[RequestPosition, ...]] | None = None  # to that one
+        self._answer: asyncio.Future[tuple[Answer, ...]] | None = None  # to that one
 
-    async def ask(
-        self, request_ids: Sequence[int], send: Callable[[QueuePositionQuery], None],
-    ) -> tuple[RequestPosition, ...]:
-        """Returns the positions of those of these requests that are unfinished.
+    async def ask(self, send: Callable[[int], None]) -> tuple[Answer, ...]:
+        """Returns the answer to a query.
 
         Args:
-            send: called when it is this query's turn; may raise.
+            send: sends the query of this number when it is its turn; may raise.
 
         Raises:
             Refused: `MAX_WAITING` queries wait already.
             Exception: the one given to `give_up`.
         """
         if self._num_waiting >= MAX_WAITING:
-            raise Refused(TOO_MANY_QUERIES, "too many ask where their requests are; try again later")
+            raise Refused(TOO_MANY_QUERIES, "too many ask about their requests; try again later")
         self._num_waiting += 1
         try:
             async with self._turn:
-                send(QueuePositionQuery(self._number + 1, tuple(request_ids)))
+                send(self._number + 1)
                 self._number += 1
                 self._answer = asyncio.get_running_loop().create_future()
                 return await self._answer
         finally:
             self._num_waiting -= 1
 
-    def answered(self, answer: QueuePositionAnswer) -> None:
+    def answered(self, number: int, answer: tuple[Answer, ...]) -> None:
         """Completes the pending query; ignores the answer to a cancelled one."""
-        if answer.number == self._number and self._answer is not None and not self._answer.done():
-            self._answer.set_result(answer.positions)
+        if number == self._number and self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer)
 
     def give_up(self, why: Exception) -> None:
         """Fails the pending query with `why`."""
@@ -242,7 +244,8 @@ class EngineClient:
         self._generations = LiveGenerations()
         self._ids = itertools.count()  # of requests
         self._lost = asyncio.Event()
-        self._queries = QueuePositionQueries()
+        self._positions = Queries[RequestPosition]()
+        self._divergences = Queries[DivergedTokens]()
         self._given_back = GiveBackAnswer()
         self._adapters = AdapterLoads()
         self._unsent = UnsentCommands()
@@ -395,7 +398,15 @@ class EngineClient:
         Raises:
             Refused: there is no engine, or too many queries wait.
         """
-        return await self._queries.ask(request_ids, self._ask)
+        return await self._positions.ask(lambda number: self._ask(QueuePositionQuery(number, tuple(request_ids))))
+
+    async def divergences(self, request_ids: Sequence[int]) -> tuple[DivergedTokens, ...]:
+        """The cached tokens around the divergences of these requests' prompts, after the current step of the engine.
+
+        Raises:
+            Refused: there is no engine, or too many queries wait.
+        """
+        return await self._divergences.ask(lambda number: self._ask(DivergenceQuery(number, tuple(request_ids))))
 
     def _ask(self, query: Query) -> None:
         if self._connection is None or not self.healthy:
@@ -456,7 +467,9 @@ class EngineClient:
         elif isinstance(report, StepOutputs):
             self._generations.deliver(report)
         elif isinstance(report, QueuePositionAnswer):
-            self._queries.answered(report)
+            self._positions.answered(report.number, report.positions)
+        elif isinstance(report, DivergenceAnswer):
+            self._divergences.answered(report.number, report.divergences)
         elif isinstance(report, GivenBack):
             self._given_back.answered(report)
         elif isinstance(report, AdapterLoaded):
@@ -493,7 +506,7 @@ class EngineClient:
         self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
-        for waiting in (self._queries, self._given_back, self._adapters):
+        for waiting in (self._positions, self._divergences, self._given_back, self._adapters):
             waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = self._generations.lost(message)
         now = time.monotonic_ns()

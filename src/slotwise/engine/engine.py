@@ -30,7 +30,16 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.executor import POLL, AdapterStore, Executor, ExpertCounts, GrammarCompiler, Returnable
 from slotwise.engine.kv_link import KVLink, News
-from slotwise.engine.messages import Add, Command, Finish, QueuePositionAnswer, QueuePositionQuery, RequestPosition
+from slotwise.engine.messages import (
+    Add,
+    Command,
+    DivergenceAnswer,
+    DivergenceQuery,
+    Finish,
+    QueuePositionAnswer,
+    QueuePositionQuery,
+    RequestPosition,
+)
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
 EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with token counts of experts, while there is work
@@ -131,6 +140,10 @@ class Engine:
         return QueuePositionAnswer(query.number, tuple([
             RequestPosition(name, request.state.value, request.num_output, positions.get(name))
             for request in self._scheduler.requests() if (name := request.request_id) in asked]))
+
+    def divergences(self, query: DivergenceQuery) -> DivergenceAnswer:
+        """Returns the cached tokens around the divergences of the requests of `query`; changes nothing."""
+        return DivergenceAnswer(query.number, tuple(self._scheduler.kv.prompts.diverged(query.request_ids)))
 
     def give_back(self) -> str:
         """Gives memory back to the system while nothing runs; returns why it could not, or "".

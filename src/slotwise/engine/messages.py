@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slotwise.core.prompt_lookup import DivergedTokens
 from slotwise.core.record import StepRecord, TokenLogprobs
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
@@ -86,6 +87,13 @@ class QueuePositionQuery(Struct, tag="locate"):
     request_ids: tuple[int, ...]
 
 
+class DivergenceQuery(Struct, tag="diverged"):
+    """Asks for the cached tokens around the divergences of prompts.  No command: it changes nothing."""
+
+    number: int  # repeated in the answer
+    request_ids: tuple[int, ...]
+
+
 class GiveBack(Struct, tag="give_back"):
     """Asks for the memory of the cache, whose contents nothing will find.  No command: no plan depends on it."""
 
@@ -104,7 +112,7 @@ class AdapterLoaded(Struct, tag="adapter"):
     digest: str = ""  # of its files
 
 
-Query = QueuePositionQuery | GiveBack | LoadAdapter | UnloadAdapter
+Query = QueuePositionQuery | DivergenceQuery | GiveBack | LoadAdapter | UnloadAdapter
 """What an engine is sent beside commands: no plan depends on it."""
 
 
@@ -213,6 +221,13 @@ class QueuePositionAnswer(Struct, tag="located"):
     positions: tuple[RequestPosition, ...]
 
 
+class DivergenceAnswer(Struct, tag="divergences"):
+    """Answers a `DivergenceQuery` between two steps; omits requests whose divergences are forgotten."""
+
+    number: int
+    divergences: tuple[DivergedTokens, ...]
+
+
 class Heartbeat(Struct, tag="beat"):
     """Sent twice a second by a thread of its own (see `ipc.HeartbeatSender`)."""
 
@@ -226,7 +241,7 @@ class EngineFailed(Struct, tag="failed"):
 
 
 Report = (
-    Loading | EngineInfo | Heartbeat | StepOutputs | QueuePositionAnswer | GivenBack | AdapterLoaded
+    Loading | EngineInfo | Heartbeat | StepOutputs | QueuePositionAnswer | DivergenceAnswer | GivenBack | AdapterLoaded
     | EngineFailed)
 
 

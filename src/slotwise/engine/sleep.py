@@ -49,15 +49,8 @@ class Sleep:
         self._engines = engines
         self._turn = asyncio.Lock()
         self.level = 0  # 0: awake
-        self._num_given_back = 0  # times that the cache was lost while the engine went on
-
-    def salt(self, own: str) -> str:
-        """The salt of a request's prefixes, with which it finds none of a cache that was given back.
-
-        Args:
-            own: begins with no digit and colon.
-        """
-        return f"{self._num_given_back}:{own}" if self._num_given_back else own
+        # Times that the cache was lost while the engine went on: requests find no prefixes of an earlier generation.
+        self.cache_generation = 0
 
     @property
     def held_bytes(self) -> int:
@@ -100,7 +93,7 @@ class Sleep:
         await client.pause_for(why, timeout)
         try:
             if level == 1:
-                self._num_given_back += 1
+                self.cache_generation += 1
                 await client.give_back()
             else:
                 await self._engines.rest(why)

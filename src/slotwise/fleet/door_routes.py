@@ -250,7 +250,8 @@ async def _document(door: Door, root_path: str) -> bytes:
     raise no_replica()
 
 
-OF_ONE = (("GET", "/replica"), ("GET", "/experts"), ("POST", "/what_if"), ("POST", "/v1/load_model"))
+OF_ONE = (("GET", "/replica"), ("GET", "/experts"), ("GET", "/cache/report"), ("POST", "/what_if"),
+          ("POST", "/v1/load_model"))
 OF_EACH = (("GET", "/admin/scheduling"), ("PUT", "/admin/scheduling"), ("POST", "/sleep"), ("POST", "/wake_up"),
            ("GET", "/is_sleeping"))
 OF_ONE_OR_EACH = frozenset((*OF_ONE, *OF_EACH, ("GET", "/events"), ("GET", "/timeline")))

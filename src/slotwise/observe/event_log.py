@@ -49,6 +49,7 @@ MAX_TOKENS = 1 << 31  # of a row, and of any limit
 MAX_DEPTH = 64
 MAX_GROUPS = 1024  # of the cache
 MAX_RANKS = 1024
+MAX_SECONDS = 2**62 * 1e-9  # of a clock
 MAX_SUM = 1e60  # of what a step-time model has learned
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of a request, or a count
 Ns = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -287,6 +288,12 @@ def wrong_step(record: StepRecord) -> str:
             each.num_output < 0 for each in record.ended) or any(each.num_blocks < 0
                                                                  for each in record.inputs.arrivals):
         return f"step {record.step} counts less than nothing"
+    for lookup in record.lookups:
+        ends = [span.end for span in lookup.spans]
+        if not 0 <= lookup.request_id <= 2**53 or any(not 0 <= end <= MAX_TOKENS for end in ends) or any(
+                not 0 <= span.at < MAX_SECONDS or not 0 <= span.position <= MAX_TOKENS
+                or not -1 <= span.request_id <= 2**53 for span in lookup.spans):
+            return f"step {record.step} looked up a prompt that cannot be"
     for plan in record.plans:
         if wrong := _wrong_plan(plan):
             return wrong

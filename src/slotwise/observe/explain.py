@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.core.record import NO_STEP, RowKind, StepRecord
+from slotwise.core import cache_causes
+from slotwise.core.record import ANOTHER_REQUEST, NO_STEP, RowKind, StepRecord
 from slotwise.core.step_time import Prediction, StepTimeModel, Work, work_of
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, decode
-from slotwise.observe.explain_words import sentence
+from slotwise.observe.explain_words import cache_sentence, sentence
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 
@@ -71,6 +72,38 @@ class Share(NamedTuple):
         return shown
 
 
+class CacheSpan(NamedTuple):
+    """A span of a prompt: why it was found in the prefix cache or was not, and how long it takes to compute."""
+
+    cause: str  # `core/cache_causes.py`
+    start: int  # position of its first token
+    end: int  # position behind its last token
+    ns: int  # predicted, alone
+    before_ns: int = 0  # from its eviction, or for `new` from the start of the engine, to the request's first slot
+    request_id: int = ANOTHER_REQUEST  # for which it was evicted; only of the same tenant
+    position: int = 0  # the first token that differs from the nearest cached prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_found(self) -> bool:
+        return self.cause in cache_causes.NOT_COMPUTED
+
+    def as_json(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"cause": self.cause, "from": self.start, "to": self.end, "tokens": self.num_tokens,
+                                 "seconds": round(self.ns * NS, 6)}
+        if self.cause == cache_causes.DIVERGED:
+            shown["diverged_at"] = self.position
+        elif self.cause == cache_causes.EVICTED:
+            shown["evicted_s_before"] = round(self.before_ns * NS, 3)
+            shown["evicted_for"] = "another request" if self.request_id == ANOTHER_REQUEST else self.request_id
+        elif self.cause == cache_causes.NEW and self.before_ns:
+            shown["engine_started_s_before"] = round(self.before_ns * NS, 3)
+        return shown
+
+
 class Explanation(NamedTuple):
     """A request's time: `spans` in order, which sum to `total_ns`."""
 
@@ -80,6 +113,7 @@ class Explanation(NamedTuple):
     num_preemptions: int
     num_drafts: int = 0
     num_accepted: int = 0  # drafts that were right
+    cache: tuple[CacheSpan, ...] = ()  # of the prompt, once it has a slot
 
     @property
     def total_ns(self) -> int:
@@ -111,7 +145,8 @@ class Explanation(NamedTuple):
             "draft_tokens": self.num_drafts, "accepted_draft_tokens": self.num_accepted,
             "retained_tokens": timeline.num_retained,
             "total_ms": round(self.total_ns * MS, 6), "sentence": sentence(self),
-            "parts": [share.as_json() for share in self.shares]}
+            "parts": [share.as_json() for share in self.shares],
+            "cache": {"sentence": cache_sentence(self.cache), "spans": [span.as_json() for span in self.cache]}}
 
 
 def explain(
@@ -176,6 +211,22 @@ class Solo:
             start += part
         return round(seconds / NS)
 
+    def cache_spans(self, timeline: RequestTimeline) -> tuple[CacheSpan, ...]:
+        """Returns the spans of a prompt with the time that each takes to compute, found or not."""
+        spans, start = list[CacheSpan](), 0
+        first = max([span.end for span in timeline.prompt_spans if span.cause in cache_causes.NOT_COMPUTED], default=0)
+        for end, cause, at, request_id, position in timeline.prompt_spans:
+            is_found = cause in cache_causes.NOT_COMPUTED
+            ns = self.chunk(*((0, first) if is_found else (first, timeline.request.num_prompt)), start, end - start)
+            before = 0
+            if cause == cache_causes.EVICTED and at:
+                before = max(0, timeline.admitted_ns - round(at / NS))
+            elif cause == cache_causes.NEW and timeline.engine_ns:
+                before = max(0, timeline.admitted_ns - timeline.engine_ns)
+            spans.append(CacheSpan(cause, start, end, ns, before, request_id, position))
+            start = end
+        return tuple(spans)
+
     def _typical(self, low: int, high: int) -> float:
         """Returns the seconds of the tokens from `low` to before `high`, in one step."""
         return self._times.typical(work_of([low], [high - low]))
@@ -194,6 +245,7 @@ class _ExplanationBuilder:
         self._fold.apply(timeline.request)
         self._now = self._fold.by_number[self._number]
         self._solo = solo
+        self._cache = solo.cache_spans(timeline)
         self._end = timeline.end_ns if timeline.last_byte_ns else until_ns or timeline.end_ns
         self._spans: list[Span] = []
         self._at = timeline.received_ns
@@ -223,7 +275,7 @@ class _ExplanationBuilder:
             self._spend(timeline.siblings_ended_ns, "siblings")
             self._spend(self._end, "sending")
         return Explanation(timeline, tuple(self._spans), self._now.num_cached, self._now.num_preemptions,
-                           self._num_drafts, self._num_accepted)
+                           self._num_drafts, self._num_accepted, self._cache)
 
     def _spend(self, until: int, part: str, reason: str = "", step: int = NOWHERE) -> None:
         """Assigns the time up to `until` to `part`."""

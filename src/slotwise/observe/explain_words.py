@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slotwise.core import reasons
+from slotwise.core import cache_causes, reasons
+from slotwise.core.record import ANOTHER_REQUEST
 from slotwise.observe.request_timeline import STEP_UNDER_WAY
 
 if TYPE_CHECKING:
-    from slotwise.observe.explain import Explanation, Share
+    from slotwise.observe.explain import CacheSpan, Explanation, Share
 
 SMALL = 0.02  # of the total: parts that are named together
 MOST = 5  # parts that are named one by one
@@ -34,6 +36,21 @@ BECAUSE = {
     reasons.WINDOW_OPEN: "a batch was being collected",
     reasons.ONE_AT_A_TIME: "requests ran one at a time",
     STEP_UNDER_WAY: "a step was under way",
+}
+
+
+MISSED = {
+    cache_causes.NEW: "they were not cached",
+    cache_causes.EVICTED: "they were evicted",
+    cache_causes.DIVERGED: "the nearest cached prompt differs",
+    cache_causes.RESET: "the cache was reset, or the model slept, since they were cached",
+    cache_causes.OTHER_SALT: "they are cached under another cache_salt",
+    cache_causes.OTHER_ADAPTER: "they are cached for another adapter",
+    cache_causes.LOAD_LIMIT: "a step copies only so many blocks from host memory",
+    cache_causes.TOO_SHORT: "the prompt is shorter than a block, and only full blocks are cached",
+    cache_causes.LAST_BLOCK: "the last block of a prompt is always computed",
+    cache_causes.WHOLE_PROMPT: "the request needs results at every position of its prompt",
+    cache_causes.DISABLED: "prefix caching is off",
 }
 
 
@@ -72,6 +89,34 @@ def _what(explanation: Explanation, share: Share) -> str:
         "siblings": "waiting for the other choices of its response",
         "sending": "writing and sending the text",
     }[share.part]
+
+
+def cache_sentence(spans: Sequence[CacheSpan]) -> str:
+    """Returns what the prefix cache had of a prompt, and why not more; "" before its first slot."""
+    if not spans:
+        return ""
+    found, missed = [span for span in spans if span.is_found], [span for span in spans if not span.is_found]
+    said = f"Of {_tokens(spans[-1].end, 'prompt token')} {sum(span.num_tokens for span in found):,} were cached"
+    if found:
+        said += f", which saved {_duration(sum(span.ns for span in found))}"
+    return f"{said}; computed: {_listed([_missed(span) for span in missed])}."
+
+
+def _missed(span: CacheSpan) -> str:
+    return f"{span.num_tokens:,} ({_duration(span.ns)}), because {_miss(span)}"
+
+
+def _miss(span: CacheSpan) -> str:
+    """Why a span was not found."""
+    if span.cause == cache_causes.EVICTED:
+        whom = "another request" if span.request_id == ANOTHER_REQUEST else f"request {span.request_id}"
+        when = f" {_duration(span.before_ns)} before" if span.before_ns else ""
+        return f"they were evicted{when}, when {whom} needed their blocks"
+    if span.cause == cache_causes.DIVERGED:
+        return f"the nearest cached prompt differs from token {span.position:,} on"
+    if span.cause == cache_causes.NEW and span.before_ns:
+        return f"they were not cached since the engine started {_duration(span.before_ns)} before"
+    return MISSED[span.cause]
 
 
 def _more(explanation: Explanation) -> str:

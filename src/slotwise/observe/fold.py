@@ -236,7 +236,9 @@ class Timelines:
         return changes
 
     def _arrive(self, request: RequestEntry) -> None:
-        timeline = RequestTimeline(request, self._position, self.scheduling, attributed_ns=request.ns)
+        timeline = RequestTimeline(
+            request, self._position, self.scheduling, self.run.started_ns if self.run is not None else 0,
+            attributed_ns=request.ns)
         if request.timing.received_ns:
             timeline.stages.append(Stage(TOKENIZING, request.timing.received_ns, request.ns))
         timeline.stages.append(Stage(QUEUE, request.ns))
@@ -308,6 +310,9 @@ class Timelines:
             self._unseated.discard(number)
             if (timeline := self._admit(number, cached, step.started_ns)) is not None:
                 admitted.append((timeline, timeline.request.num_prompt + timeline.num_published))
+        for number, spans in step.lookups:
+            if (timeline := self._timelines.get(number)) is not None and not timeline.prompt_spans:
+                timeline.prompt_spans = spans
         changes.admitted = admitted
 
     def _admit(self, number: int, cached: int, now_ns: int) -> RequestTimeline | None:

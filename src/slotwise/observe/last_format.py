@@ -169,7 +169,9 @@ def _objections(messages: list[str]) -> tuple[str, ...]:
 
 
 def merged(record: StepRecord) -> StepRecord:
-    """Returns a record as the last release had it: of a failed step the changes of all plans, as one."""
+    """Returns a record as the last release had it: without lookups; of a failed step the changes of all plans, as one.
+    """
+    record = record._replace(plans=tuple([plan._replace(lookups=()) for plan in record.plans]))
     if record.step != NO_STEP or not record.plans:
         return record
     whole: dict[str, Any] = {name: tuple([one for plan in record.plans for one in getattr(plan, name)]) for name in (

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from slotwise.core import reasons
+from slotwise.core import cache_causes, reasons
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.record import Counters, StepRecord
 from slotwise.core.speculation.speculation_settings import NUM_DRAFTS
@@ -203,6 +203,9 @@ LABELED = {
     "prompt_tokens_by_source_total": Labeled(
         "source", SOURCES, "Prompt tokens at the first admission of their request: to be computed, found in the prefix "
         "cache on the device, found in host memory."),
+    "prompt_tokens_by_cause_total": Labeled(
+        "cause", cache_causes.CAUSES, "Prompt tokens at the first admission of their request, by why the prefix cache "
+        "had them, or had not."),
     "kv_offload_total_bytes_total": Labeled(
         "transfer_type", (TO_HOST, TO_DEVICE), "Bytes of cache blocks copied to host memory and back, by direction."),
     "request_success_total": Labeled("finished_reason", FINISHED, "Finished requests, by reason."),
@@ -579,6 +582,10 @@ class Metrics(Collector, Observer):
                 self.counters["recomputed_tokens_total"] += max(0, timeline.lost - timeline.cached)
             else:
                 self.counters["prompt_tokens_cached_total"] += timeline.cached
+                start = 0
+                for span in timeline.prompt_spans:
+                    self._count("prompt_tokens_by_cause_total", span.cause, span.end - start)
+                    start = span.end
         for timeline in changes.first_tokens:
             self._first_token(timeline)
         for ns, rows in changes.gaps.items():

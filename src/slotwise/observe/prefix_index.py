@@ -59,7 +59,7 @@ class PrefixIndex(Observer):
     piece_tokens: float = 0.0  # mean tokens of a piece; 0: no prompt yet
     _block_size: int = 1
     _shares: bool = False  # the engine has a prefix cache
-    _salt: str = ""  # that all prompts have
+    _generation: int = 0  # of the cache
     _version: int = 0
     _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
@@ -102,10 +102,10 @@ class PrefixIndex(Observer):
         self._block_size, self._shares = info.limits.block_size, info.limits.enable_prefix_caching
         self._clear()
 
-    def salted(self, salt: str) -> None:
-        """All prompts have this salt from here on: what was cached under another is never found."""
-        if salt != self._salt:
-            self._salt = salt
+    def generation_is(self, generation: int) -> None:
+        """The generation of the cache from here on: what was cached in another is never found."""
+        if generation != self._generation:
+            self._generation = generation
             self._clear()
 
     def adapters_are(self, numbers: Collection[int]) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from slotwise.core.record import RequestEnd
+from slotwise.core.record import PromptSpan, RequestEnd
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import RequestEntry
 
@@ -53,6 +53,7 @@ class RequestTimeline(msgspec.Struct, gc=False):
     request: RequestEntry
     position: int  # of its entry in the log
     scheduling: Scheduling | None  # at its arrival
+    engine_ns: int = 0  # its engine was ready, with an empty prefix cache
     stages: list[Stage] = msgspec.field(default_factory=list)  # in sequence
     is_whole: bool = True  # all its steps are known
     taken_ns: int = 0  # handled by the engine
@@ -69,6 +70,7 @@ class RequestTimeline(msgspec.Struct, gc=False):
     slot: int = NO_SLOT
     cached: int = 0  # tokens found in the cache at its last admission
     num_cached: int = 0  # at its first one
+    prompt_spans: tuple[PromptSpan, ...] = ()  # of its known tokens, at its first one
     computed: int = 0  # tokens computed since its last admission, `cached` included
     lost: int = 0  # computed before its last preemption
     reached: int = 0  # most of those of any preemption

@@ -268,7 +268,7 @@ class Frontend:
         self.tokenizer = Tokenizer.load(arguments.config.model)
         self.pooling = read_pooling(arguments.config.model, arguments.pooler_config)
         self._seeds = random.Random(arguments.config.seed)
-        self._resets = 0  # of the prefix cache: blocks of earlier prompts have another salt, and are never found
+        self._resets = 0  # of the prefix cache: blocks of earlier prompts are never found
 
     def reset_prefix_cache(self) -> None:
         """Lets no later request find blocks that are cached now; they are evicted when blocks are needed."""
@@ -298,7 +298,8 @@ class Frontend:
         engine_params.check_vocabulary(info.vocab_size, info.eos_token_ids)
         self._check_prompt(info, ids, engine_params.max_tokens)
         seed = self._seeds.getrandbits(63) if engine_params.seed is None else engine_params.seed
-        spec = replace(spec, prompt=tuple(ids), params=engine_params, seed=seed, salt=self._salt(prompt))
+        spec = replace(spec, prompt=tuple(ids), params=engine_params, seed=seed, salt=prompt.salt,
+                       cache_generation=self._resets)
         metrics = RequestMetrics(time.monotonic())
         output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
         return OfflineRequest(output, wanted, spec, self.tokenizer, info.eos_token_ids)
@@ -347,7 +348,8 @@ class Frontend:
             ids = ids[: info.limits.max_model_len if most == -1 else most]
         self._check_prompt(info, ids, 0)
         output = made.request(request_id, made.empty(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
-        spec = replace(spec, prompt=tuple(ids), pooling=pooling, salt=self._salt(prompt))
+        spec = replace(spec, prompt=tuple(ids), pooling=pooling, salt=prompt.salt,
+                       cache_generation=self._resets)
         return OfflinePooled(output, spec, made.of_numbers)
 
     def pair(self, first: ParsedPrompt, second: ParsedPrompt) -> ParsedPrompt:
@@ -355,9 +357,6 @@ class Frontend:
         if first.text is None or second.text is None:
             raise ValueError("a model that compares two texts needs texts, not token ids")
         return first._replace(text=None, ids=self.tokenizer.encode_pair(first.text, second.text))
-
-    def _salt(self, prompt: ParsedPrompt) -> str:
-        return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""
 
     def _check_prompt(self, info: EngineInfo, ids: Sequence[int], max_tokens: int | None) -> None:
         """Raises ValueError for a prompt that can never run."""

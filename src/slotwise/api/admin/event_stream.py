@@ -70,7 +70,10 @@ class TenantFilter:
         tokens = None if outcome.tokens is None else self._covered(record, outcome.tokens)
         ended = tuple([end if end.request_id in own else end._replace(message="") for end in outcome.ended])
         objections = () if any(record.result.objections) else record.result.objections
+        plans = tuple([plan._replace(lookups=tuple([one for one in plan.lookups if one.request_id in own]))
+                       if plan.lookups else plan for plan in record.plans])
         seen = record._replace(
+            plans=plans,
             result=record.result._replace(tokens=self._covered(record, record.result.tokens), objections=objections),
             outcome=outcome._replace(tokens=tokens, ended=ended))
         own.difference_update([end.request_id for end in ended])

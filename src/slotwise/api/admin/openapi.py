@@ -31,7 +31,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "Vectors, scores and decisions": POOLING,
     "Tokens": ("/tokenize", "/detokenize"),
     "Models and adapters": ("/v1/models", "/v1/load_model", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    "Requests and steps": ("/requests", "/explain", "/abort_requests", "/events", "/what_if"),
+    "Requests and steps": ("/requests", "/explain", "/cache", "/abort_requests", "/events", "/what_if"),
     "Health and load": ("/health", "/ping", "/version", "/load", "/metrics", "/experts", "/replica", "/replicas"),
     "Administration": ("/admin", "/sleep", "/wake_up", "/is_sleeping")}
 PAGES = "Pages"  # the area of all other routes

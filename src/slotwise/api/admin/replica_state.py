@@ -72,7 +72,7 @@ async def replica(engine: ServedEngine, limits: RequestLimits, observers: Observ
     instance, since = _asked(exchange)
     observers.batched_observer.flush()
     client, index = engine.client, observers.prefix_index
-    index.salted(engine.sleep.salt("") if engine.sleep is not None else "")
+    index.generation_is(engine.sleep.cache_generation if engine.sleep is not None else 0)
     adapters = engine.models.adapters
     index.adapters_are({one.number for one in adapters})
     changes: Changes = index.changes(instance, since)

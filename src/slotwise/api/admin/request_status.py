@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+from slotwise.api.admin.cache_report import add_texts
 from slotwise.api.generate.choice import Choice
-from slotwise.api.generate.context import Observers, RequestLimits, ServedEngine, ServerClients
+from slotwise.api.generate.context import Api, RequestLimits, ServedEngine, ServerClients
 from slotwise.api.http.api_errors import ApiError, from_queue_full, from_refusal
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.http.turns import QueueFull
@@ -27,16 +28,17 @@ FINISHED = "finished"
 
 
 @about(statuses=(HTTPStatus.TOO_MANY_REQUESTS,))
-async def explain(clients: ServerClients, limits: RequestLimits, observers: Observers,
-                     exchange: HttpExchange) -> None:
+async def explain(api: Api, exchange: HttpExchange) -> None:
     """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
-    limits.quotas.count_request(limits.account(exchange))
+    api.limits.quotas.count_request(api.limits.account(exchange))
+    observers = api.observers
     observers.explainer.check_capacity(exchange.holder)
-    name, scope = exchange.scope["path_params"]["request_id"], clients.keys.scope_of(exchange.tenant)
+    name, scope = exchange.scope["path_params"]["request_id"], api.clients.keys.scope_of(exchange.tenant)
     explanations = await observers.explainer.named(exchange.holder, scope, name)
     if not explanations:
         raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is remembered whole", "request_id",
                        "request_not_found")
+    await add_texts(api, exchange.holder, explanations)
     await exchange.respond_json({
         "object": "explanation", "requests": explanations, "step_time_model": observers.explainer.trust})
 

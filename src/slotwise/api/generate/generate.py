@@ -200,12 +200,11 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
         raise from_params(error) from error
     tier = spec.slo.tier or (UNTIERED if request.service_tier is not None else "")
     salt = _salt(exchange.tenant, request.cache_salt)
-    if api.engine.sleep is not None:
-        salt = api.engine.sleep.salt(salt)
     kv = transfer_of(request, validated.prompts, spec.params, api.engine.client.info.kv_transfer,
                      is_trusted=has_secret(exchange.scope["headers"], api.settings.kv_transfer_secret))
-    spec = replace(spec, salt=salt, kv=kv, prediction=await _prediction(api, exchange, request),
-                   queue_timeout=_queue_timeout(api, spec))
+    generation = api.engine.sleep.cache_generation if api.engine.sleep is not None else 0
+    spec = replace(spec, salt=salt, cache_generation=generation, kv=kv,
+                   prediction=await _prediction(api, exchange, request), queue_timeout=_queue_timeout(api, spec))
     spec, num_retained = _retention(api, exchange, request, replace(spec, session=session_of(exchange, spec)),
                                     validated.prompts[0])
     with api.engine.models.held(request.model) as adapter:

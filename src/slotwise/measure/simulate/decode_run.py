@@ -84,10 +84,12 @@ class DecodeRun:
                 stops = (index for index, token in enumerate(tokens) if token in request.stop_ids)
                 self.length = min(self.length, 1 + next(stops, self.length))
 
-    def commit(self, number: int, outputs: RunTokens, *, each: bool) -> Iterator[tuple[int, RunChanges]]:
+    def commit(self, number: int, times: Callable[[int], tuple[float, float]], outputs: RunTokens, *, each: bool,
+               ) -> Iterator[tuple[int, RunChanges]]:
         """Take the first `number` steps; yields the index of each and what it changes.  The caller ends the `ended`.
 
         Args:
+            times: returns by a step's index when it was planned and when it ended, in seconds.
             each: else only of the last.
         """
         kv, last = self._scheduler.kv, number - 1
@@ -98,7 +100,8 @@ class DecodeRun:
         for index in range(number) if each else sorted({last, *extended, *full}):
             new_blocks: list[NewBlocks] = []
             for row in extended.get(index, ()):
-                new_blocks += kv.extend(self.requests[row], self.starts[row] + index + 1) or ()
+                new_blocks += kv.extend(
+                    self.requests[row], self.starts[row] + index + 1, times(index)[0]) or ()
             released, copies = self._scheduler.pop_released_slots(), kv.host.pop_copies()
             for row in full.get(index, ()):
                 self.requests[row].num_computed = self.starts[row] + index + 1
@@ -199,7 +202,7 @@ class RunScheduler(Scheduler):
                 self.times.step(run.work(index), *times(index))
         for tokens in outputs.steps:
             self.policy.served(run.requests, run.counts, tokens)
-        for index, changes in run.commit(number, outputs, each=each):
+        for index, changes in run.commit(number, times, outputs, each=each):
             for request, reason in changes.ended:
                 self._finish(request, reason, times(index)[1])
             yield index, self._steps + index, changes

@@ -196,7 +196,7 @@ export class History {
     for (const [number, cached] of step.admitted) {
       const request = this.#known(number);
       this.#unqueue(request, step.ordinal, step.at);
-      request.joined(step, cached);
+      request.joined(step, cached, step.lookups.find(([looked]) => looked === number)?.[1] ?? []);
     }
     const why = step.stop?.[0] ?? step.refused.find(([number]) => this.requests.get(number)?.wait)?.[1] ?? "";
     this.reasons.add(step.ordinal, why);
@@ -218,7 +218,7 @@ export class History {
       at: before ? Math.max(at, before.until) : at, until: this.seconds(entry.ended_ns),
       numbers: plan.request_ids ?? [], slots: plan.slots ?? [], starts: plan.starts ?? [], counts: plan.counts ?? [],
       padding: plan.padding ?? [], held: plan.held ?? [], tokens: outcome?.tokens ?? sampled,
-      admitted: plan.admitted ?? [], preempted: plan.preempted ?? [], refused: plan.refused ?? [],
+      admitted: plan.admitted ?? [], lookups: plan.lookups ?? [], preempted: plan.preempted ?? [], refused: plan.refused ?? [],
       stop: plan.stop ?? null, ended: outcome?.ended ?? [], kinds: [], drafts: plan.drafts ?? [],
       draftLimit: plan.draft_limit ?? "", proposing: result.proposing ?? null,
       ranks: (result.ranks ?? []).map(([rank, from, to]) => [rank, this.seconds(from), this.seconds(to)]),

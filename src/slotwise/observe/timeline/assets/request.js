@@ -9,7 +9,7 @@ export class Request {
     this.arrived = arrived; // seconds; null where the log begins later
     this.wait = null; // the current one
     this.waits = [];
-    this.joins = []; // {ordinal, seconds, cached}
+    this.joins = []; // {ordinal, seconds, cached, spans}: spans of known tokens by why they were cached or not
     this.lost = []; // {ordinal, reason, lost}: each preemption
     this.ended = null;
     this.high = 0; // most tokens computed so far
@@ -31,7 +31,7 @@ export class Request {
     return start < this.numPrompt ? "prefill" : "decode";
   }
 
-  joined(step, cached) { this.joins.push({ ordinal: step.ordinal, seconds: step.at, cached }); }
+  joined(step, cached, spans) { this.joins.push({ ordinal: step.ordinal, seconds: step.at, cached, spans }); }
 
   ran(step, row, kind) {
     const count = step.counts[row], yielded = step.tokens[row]?.length ?? 0;

@@ -21,6 +21,7 @@ export function requestStory(history, request) {
   request.joins.forEach((join, index) => add(
     index ? "joined again" : "joined", `slot ${request.slots[index] ?? "?"} at step ${join.ordinal}`
       + (join.cached ? `; ${plural(join.cached, "token")} found in the cache` : "")));
+  add("cache", request.joins.length && looked(request.joins[0]));
   const { steps, computed } = request;
   add("prompt", steps.prefill && `${plural(computed.prefill, "token")} in ${plural(steps.prefill, "step")}`);
   const known = request.firstToken !== null && request.arrived !== null;
@@ -36,6 +37,16 @@ export function requestStory(history, request) {
   add("ended", ended && `${ended.reason} at ${duration(ended.seconds)} ${ended.message}`);
   add("sent", flushed && `its last byte at ${duration(flushed.last)}`);
   return facts;
+}
+
+// Returns why the tokens known at a join were in the prefix cache, or were not.
+function looked({ spans }) {
+  return spans.map(([end, cause, , by, position], index) => {
+    const count = (end - (spans[index - 1]?.[0] ?? 0)).toLocaleString("en");
+    if (cause === "diverged") return `${count} diverged at token ${position.toLocaleString("en")}`;
+    if (cause === "evicted") return `${count} evicted for ${by < 0 ? "another request" : `request ${by}`}`;
+    return `${count} ${inWords(cause)}`;
+  }).join("; ");
 }
 
 function pace(request) {

@@ -13,7 +13,7 @@ from support.toy import Driver
 
 from slotwise.core.cache_causes import CAUSES, NOT_COMPUTED
 from slotwise.core.params import SamplingSpec
-from slotwise.core.prompt_lookup import AROUND, SHINGLE
+from slotwise.core.prompt_lookup import AROUND, REMEMBERED, SHINGLE
 from slotwise.core.record import ANOTHER_REQUEST, PromptSpan, StepPlan
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler_limits import SLO
@@ -96,7 +96,7 @@ def test_what_is_remembered_of_evicted_blocks_is_bounded():
     for number in range(40):
         driver.ask([number] * 40)
     prompts = driver.scheduler.kv.prompts
-    assert len(prompts._evicted) == 12
+    assert len(prompts._evicted) == REMEMBERED * 12
     assert sum(map(len, prompts._diverged.values())) <= 32
 
 

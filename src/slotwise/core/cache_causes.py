@@ -3,7 +3,7 @@
 FOUND = "found"  # on the device
 FOUND_IN_HOST = "found_in_host"  # in host memory, and copied back
 RECEIVED = "received"  # another engine computed it
-NEW = "new"  # not cached for this tenant since the engine started
+NEW = "new"  # not cached for this tenant, or evicted so long ago that this is forgotten
 DIVERGED = "diverged"  # it differs from the nearest cached prompt of the same salt
 EVICTED = "evicted"  # it was cached, and its block was given to another request
 RESET = "reset"  # it was cached before the cache was reset, or the model slept

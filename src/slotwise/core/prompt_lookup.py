@@ -8,9 +8,10 @@ A request's spans are made once, in the plan that admits it, before its blocks a
 was not found needs a cause of its own: what follows a missing block could not have been used.  Costs are a dictionary
 look-up for each evicted block, and a comparison with the latest `MAX_SIBLINGS` entries behind the last one found.
 
-Evicted blocks are remembered without their tokens: digest, time, and the request that got the block; at most as many as
-the cache has blocks.  What belongs to another tenant is never named: entries are compared within one salt, other salts
-are those of the same owner, and a request of another tenant that evicted a block has no number here.
+Evicted blocks are remembered without their tokens: digest, time, and the request that got the block; at most
+`REMEMBERED` times as many as the cache has blocks.  What belongs to another tenant is never named: entries are compared
+within one salt, other salts are those of the same owner, and a request of another tenant that evicted a block has no
+number here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from slotwise.core.prefix_cache import BlockHashes, Entry, PrefixCache
 from slotwise.core.record import ANOTHER_REQUEST, PromptSpan
 from slotwise.core.request import Namespace, Request
 
+REMEMBERED = 4  # evicted blocks per block of the cache: what is evicted four times over is forgotten
 MAX_SIBLINGS = 16  # cached prompts that are compared at the block at which a prompt is not found any further
 MAX_SALTS = 16  # other salts of an owner in which a prompt is looked up
 MAX_OWNERS, MAX_DIVERGENCES = 64, 32  # that have remembered divergences, and how many each
@@ -67,13 +69,13 @@ class PromptLookup:
     """Finds the causes of misses; remembers evicted blocks and the latest divergences.
 
     Args:
-        capacity: evicted blocks to remember.
+        num_blocks: of the cache, on the device and on the host.
     """
 
-    def __init__(self, prefix: PrefixCache, block_size: int, capacity: int) -> None:
+    def __init__(self, prefix: PrefixCache, block_size: int, num_blocks: int) -> None:
         self._prefix = prefix
         self._block_size = block_size
-        self._capacity = capacity
+        self._capacity = REMEMBERED * num_blocks
         self._evicted: OrderedDict[int, Eviction] = OrderedDict()  # by digest, the oldest first
         self._diverged: OrderedDict[str, deque[Divergence]] = OrderedDict()  # by owner, the latest last
 

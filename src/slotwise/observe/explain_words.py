@@ -115,7 +115,7 @@ def _miss(span: CacheSpan) -> str:
     if span.cause == cache_causes.DIVERGED:
         return f"the nearest cached prompt differs from token {span.position:,} on"
     if span.cause == cache_causes.NEW and span.before_ns:
-        return f"they were not cached since the engine started {_duration(span.before_ns)} before"
+        return f"they were not cached: the engine started {_duration(span.before_ns)} before, with an empty cache"
     return MISSED[span.cause]
 
 

@@ -95,6 +95,8 @@ def test_the_story_of_a_request_is_told_and_kept(opened, entries):
     opened.mouse.move(x, y)
     story = opened.inner_text("#story")
     assert f"request {number}" in story and f"{cached} tokens found in the cache" in story
+    spans = next(lookup.spans for lookup in steps_of(entries)[step].lookups if lookup.request_id == number)
+    assert all(span.cause.replace("_", " ") in story for span in spans)
     opened.mouse.click(x, y)
     opened.mouse.move(5, 5)
     assert f"request {number}" in opened.inner_text("#story")

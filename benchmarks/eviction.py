@@ -9,7 +9,7 @@ has a share of the blocks that the traffic needs altogether.
 
 usage: python -m benchmarks.eviction --trace JSONL --json FILE [--minutes 10] [--seeds 1 2] [--shares 0.125 0.25 0.5]
 
-Rows that the file has of other traffic, seeds and shares stay in it.
+What the file has of other traffic, seeds, shares and orders stays in it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.commands import bar, parser_of
 from benchmarks.routing import SHAPE
 
+from slotwise.core.scheduler_limits import EVICTION_POLICIES
 from slotwise.engine.config import EngineConfig
 from slotwise.measure.bench.results import environment, write_json
 from slotwise.measure.simulate.eviction_replay import compare, working_set
@@ -56,7 +57,7 @@ def measure(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for share in asked.shares:
                 setup = setup_for(kind, int(needed * share))
                 began = time.perf_counter()
-                found = compare(sessions, setup)
+                found = compare(sessions, setup, asked.policies)
                 yield {"traffic": kind, "seed": seed, "share": share, "blocks": setup.limits.num_blocks,
                        "needed_blocks": needed, "sessions": len(sessions),
                        "requests": sum(len(one.turns) for one in sessions), "minutes": asked.minutes,
@@ -68,13 +69,15 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="Mooncake's trace of conversations")
     parser.add_argument("--json", type=Path, required=True, help="write the result here")
     parser.add_argument("--traffic", nargs="+", choices=tuple(RANKS), default=tuple(RANKS), help="kinds")
+    parser.add_argument("--policies", nargs="+", choices=EVICTION_POLICIES, default=EVICTION_POLICIES, help="orders")
     parser.add_argument("--minutes", type=float, default=10, help="of traffic")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="of what is drawn")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5], help="of the blocks needed")
     asked = parser.parse_args()
     rows = {_key(row): row for row in json.loads(asked.json.read_text())["rows"]} if asked.json.exists() else {}
     for row in measure(asked):
-        rows[_key(row)] = row
+        before = rows.get(_key(row), {"found": {}})
+        rows[_key(row)] = row | {"found": before["found"] | row["found"]}
         for figure in ("found_share", "ttft_mean", "session_mean", "session_p99"):
             shown = {name: round(one[figure], 4) for name, one in row["found"].items() if figure in one}
             print(*_key(row), row["blocks"], figure, json.dumps(shown), flush=True)

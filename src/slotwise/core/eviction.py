@@ -47,6 +47,7 @@ MAX_SESSIONS_OF_ONE = 1024  # of a tenant
 MAX_SEQUENCES = 8  # of a session
 PAUSES = 8  # of a session that are remembered, and OF_ALL of a tenant's sessions together
 OF_ALL = 64
+ENDING = 8  # blocks that end a prompt: a request that finds one of them continues its session
 FEW = 2  # pauses of a session below which its tenant's say when it returns
 HELD_SHARE = 0.9  # quantile of the pauses for which a session's blocks are held, and MARGIN times that
 MARGIN = 1.25
@@ -462,7 +463,7 @@ class Sessions:
         """Returns for how many seconds the blocks of a session that pauses are held, and when it is expected back."""
         pauses = session.pauses
         if len(pauses) < FEW:
-            if self.num_returned < LEAST_RETURNS * self.num_ended:
+            if not pauses and self.num_returned < LEAST_RETURNS * self.num_ended:
                 return 0.0, 0.0
             pauses = self.pauses
         if not pauses:
@@ -481,8 +482,8 @@ class PredictedReturns(Retained):
     are Lomax-distributed, what is left of one is proportional to its age plus a scale, here the session's median pause.
     So the first to go is the one with the earliest release, less that median.
 
-    A session is named by its requests (`RequestSpec.session`), or known by its prefix: the last block of the prompt or
-    of the output of the request before.
+    A session is named by its requests (`RequestSpec.session`), or known by its prefix: one of the last blocks of the
+    prompt, or the last of the output, of the request before.
     """
 
     def __init__(self, prefix: PrefixCache, price: Price, total: int, share: float) -> None:
@@ -529,7 +530,7 @@ class PredictedReturns(Retained):
         for tail in tails if isinstance(name, int) else ():
             self._tails[tail.number] = tenant, name
             self._tails.move_to_end(tail.number)
-        while len(self._tails) > 2 * MAX_SESSIONS:
+        while len(self._tails) > (ENDING + 1) * MAX_SESSIONS:
             self._tails.popitem(last=False)
         held, expected = sessions.held_for(session)
         if held > 0:
@@ -549,10 +550,14 @@ class PredictedReturns(Retained):
         return self._unnamed
 
     def _tails_of(self, request: Request) -> tuple[Entry, ...]:
-        """Returns the entries that end its prompt, and all of its published tokens."""
+        """Returns the entries that end its prompt, and the one that ends all of its published tokens.
+
+        A chat's next prompt repeats this one but for its last tokens, so several blocks end it.
+        """
         length = request.block_hashes.length
-        ends = {min(length, request.num_prompt // self._price.block_size), length}
-        found = [self._prefix.published(request.block_hashes, end) for end in sorted(ends)]
+        end = min(length, request.num_prompt // self._price.block_size)
+        ends = sorted({*range(max(1, end - ENDING + 1), end + 1), length})
+        found = [self._prefix.published(request.block_hashes, end) for end in ends]
         return tuple([entry for entry in found if entry is not None])
 
     def _end_sequence(self, sequence: Suspended) -> None:

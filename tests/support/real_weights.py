@@ -49,7 +49,7 @@ SLICES: tuple[tuple[str, int, int], ...] = (  # a document, the first token or a
     ("license", 300, 16), ("code", 600, 17), ("documentation", 700, 31), ("license", 700, 32), ("code", 2000, 33),
     ("documentation", 1200, 63), ("code", 5100, 64), ("license", 1000, 65), ("documentation", 6100, 100),
     ("code", 4200, 127), ("documentation", 8200, 129), ("license", 1500, 200), ("code", 100, 257),
-    ("documentation", 9300, 500), ("documentation", 2500, 4000))
+    ("documentation", 9300, 500), ("documentation", 2500, 1100))
 SCORED: tuple[tuple[str, int, int], ...] = (
     ("license", 1100, 40), ("documentation", 4030, 40), ("code", 2600, 40))  # log-probabilities of these
 

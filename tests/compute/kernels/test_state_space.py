@@ -1,5 +1,6 @@
-"""Short convolutions and the rules of Mamba and Mamba-2 on the CPU against the reference, and both against
-transformers' own.
+"""Short convolutions, the gated delta rule and the rules of Mamba and Mamba-2 on the CPU against the reference.
+
+The rules are also compared with those of transformers.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged import distance
 from torch import Tensor
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2_chunk_scan
 
 from slotwise.compute.kernels.checked import CheckedKernels
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.interface import (
+    AttentionShape,
     ConvolutionShape,
     ConvolutionWeights,
+    DeltaShape,
+    DeltaWeights,
     Kernels,
     LayerCache,
     RaggedBatch,
@@ -37,7 +40,8 @@ CPU, REFERENCE = CheckedKernels(CpuKernels(threads=2)), CheckedKernels(Reference
 EVERY = pytest.mark.parametrize("kernels", [CPU, REFERENCE], ids=["cpu", "reference"])
 BLOCKS = 60
 SPACE = StateSpaceShape(4, 8, 2, 5, 3, norm_groups=2)
-SHAPES: list[StateShape] = [ConvolutionShape(24, 3), SPACE, SelectiveShape(24, 4, 3, 2, num_groups=2)]
+DELTA = DeltaShape(2, 4, 32, 32, 4)
+SHAPES: list[StateShape] = [ConvolutionShape(24, 3), SPACE, SelectiveShape(24, 4, 3, 2, num_groups=2), DELTA]
 EACH = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: type(shape).__name__)
 
 
@@ -58,6 +62,10 @@ class Layer:
         self.kernels, self.shape, self.kind, self.block_size = kernels, shape, kind, block_size
         self.convolution = ConvolutionWeights(self.normal(shape.taps, shape.channels), self.normal(shape.channels))
         self.weights: Any = None
+        if isinstance(shape, DeltaShape):
+            heads = shape.num_value_heads
+            self.weights = DeltaWeights(self.convolution.taps, -self.normal(heads).exp(), self.normal(heads),
+                                        1 + 0.1 * self.normal(shape.value_dim), 1e-6)
         if isinstance(shape, SelectiveShape):
             self.weights = SelectiveWeights(-self.normal(shape.state_size, shape.size).exp(), self.normal(shape.size))
         if isinstance(shape, StateSpaceShape):
@@ -76,6 +84,8 @@ class Layer:
     def sequence(self, tokens: int) -> Sequence:
         """A new one of so many tokens."""
         shape, width = self.shape, 3 * self.shape.channels
+        if isinstance(shape, DeltaShape):
+            width = shape.channels + shape.values + 2 * shape.num_value_heads
         if isinstance(shape, SelectiveShape):
             width += 2 * shape.num_groups * shape.state_size
         if isinstance(shape, StateSpaceShape):
@@ -106,6 +116,10 @@ class Layer:
         kernels, shape = self.kernels, self.shape
         if isinstance(shape, ConvolutionShape):
             return kernels.gated_convolution(x, self.convolution, self.cache, batch, shape)
+        if isinstance(shape, DeltaShape):
+            mixed, gates = x.split([shape.channels + shape.values, 2 * shape.num_value_heads], dim=1)
+            return kernels.gated_delta(
+                mixed.contiguous(), gates.contiguous(), self.weights, self.cache, batch, shape)
         if isinstance(shape, StateSpaceShape):
             return kernels.state_space(x, self.weights, self.cache, batch, shape)
         assert isinstance(shape, SelectiveShape)
@@ -122,11 +136,14 @@ ANY = st.one_of(
         groups * heads, head_dim, groups, state, taps, groups if norms else 0, first),
         st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.integers(1, 5), st.booleans(),
         st.booleans()),
+    st.builds(lambda keys, per_key, key_dim, value_dim, taps: DeltaShape(
+        keys, keys * per_key, key_dim, value_dim, taps),
+        st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5)),
     st.builds(lambda groups, size, state, taps: SelectiveShape(groups * size, state, taps, 1, groups),
               st.integers(1, 2), st.integers(1, 300), st.integers(1, 20), st.integers(1, 5)))
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(ANY, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 3, 16]),
        st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):
@@ -145,8 +162,30 @@ def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):
 
 
 @EVERY
+def test_the_delta_rule_is_that_of_transformers(kernels):
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    shape = DeltaShape(2, 4, 16, 24, 3)
+    layer = Layer(kernels, shape, torch.float32, 16)
+    row = layer.sequence(41)
+    x, z, b, a = row.inputs.split([shape.channels, shape.values, 4, 4], dim=1)
+    padded = F.pad(x, (0, 0, 2, 0))
+    mixed = F.silu(sum(padded[tap : tap + 41] * layer.convolution.taps[tap] for tap in range(3)))
+    query, key, value = (part.reshape(1, 41, -1, size) for part, size in zip(
+        mixed.split([32, 32, 96], dim=1), (16, 16, 24), strict=True))
+    decay = layer.weights.rate * F.softplus(a + layer.weights.step_bias)
+    out, _ = torch_recurrent_gated_delta_rule(query, key, value, decay[None], b.sigmoid()[None],
+                                              use_qk_l2norm_in_kernel=True)
+    normed = F.rms_norm(out[0], (24,), layer.weights.norm, 1e-6)
+    expected = normed.flatten(1) * F.silu(z)
+    assert distance(torch.cat([layer.step([(row, count)])[0] for count in (1, 20, 4, 16)]), expected) < 1e-5
+
+
+@EVERY
 @pytest.mark.parametrize("is_normed_first", [False, True], ids=["gate first", "norm first"])
 def test_mamba2s_rule_is_that_of_transformers(kernels, is_normed_first):
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2_chunk_scan
+
     shape = StateSpaceShape(4, 8, 2, 5, 3, 2, is_normed_first, least_step=0.1, largest_step=1.0)
     layer = Layer(kernels, shape, torch.float32, 16)
     row, weights = layer.sequence(41), layer.weights
@@ -205,3 +244,22 @@ def test_a_full_block_is_a_snapshot_from_which_another_row_goes_on(kernels, shap
     for blocks in (1, 2, 3):  # the states behind 4, 8 and 12 tokens, though the row went on
         other = Sequence(row.inputs, row.blocks[:blocks] + layer.blocks(16), 4 * blocks)
         assert torch.equal(layer.step([(other, 14 - other.done)])[0], expected[4 * blocks :])
+
+
+@EVERY
+def test_states_lie_in_blocks_of_keys_and_values_that_are_as_large(kernels):
+    shape, attention = DeltaShape(1, 2, 8, 8, 4), AttentionShape(2, 1, 16, 0.25)
+    alone, shared = (Layer(kernels, shape, torch.float32, 16) for _ in range(2))
+    assert kernels.cache_bytes_per_block(16, attention, torch.float32) >= shape.state_bytes
+    assert kernels.cache_bytes_per_block(16, shape, torch.float32) == shape.state_bytes
+    shared.cache = kernels.allocate_cache(BLOCKS, 16, attention, torch.float32)
+    results = [torch.cat([layer.step([(row, count)])[0] for count in (30, 9)])
+               for layer in (alone, shared) for row in [layer.sequence(39)]]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sigmoid_mul(kind):
+    gate, x = torch.randn(5, 33).to(kind), torch.randn(5, 33).to(kind)
+    assert distance(CPU.sigmoid_mul(gate, x), gate.double().sigmoid() * x.double()) < 5e-3
+    assert distance(CPU.sigmoid_mul(gate, x), REFERENCE.sigmoid_mul(gate, x)) < 5e-3

@@ -223,9 +223,12 @@ def test_a_link_of_another_user_is_not_followed(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_start_after_damage_compiles_anew_and_is_right(tmp_path):
+def test_processes_that_compile_at_once_all_compute_and_so_does_a_start_after_damage(tmp_path):
     folder = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run(COMPUTE, **folder) == ["True"]
+    processes = [subprocess.Popen([sys.executable, "-c", COMPUTE], env=os.environ | folder, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in processes] == ["True\n"] * 2
+    assert told(COMPUTE, **folder) == (["True"], [])
     kernels = [path for path in tmp_path.rglob("*") if path.is_file()]
     for path, damage in zip(kernels, ("halved", "code flipped"), strict=True):  # the others: see `DAMAGE`, above
         path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -233,16 +236,6 @@ def test_a_start_after_damage_compiles_anew_and_is_right(tmp_path):
     assert printed == ["True"]
     assert len([line for line in logged if "is damaged: it is compiled anew" in line]) >= len(kernels)
     assert told(COMPUTE, **folder) == (["True"], [])
-
-
-@pytest.mark.slow
-def test_processes_that_compile_at_once_all_compute(tmp_path):
-    command = [sys.executable, "-c", COMPUTE]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                 for _ in range(3)]
-    assert [process.communicate()[0] for process in processes] == ["True\n"] * 3
-    assert told(COMPUTE, XDG_CACHE_HOME=str(tmp_path)) == (["True"], [])
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_with_what_it_costs(place, tmp_path, caplog):

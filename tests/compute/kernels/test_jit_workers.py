@@ -30,11 +30,12 @@ workers.dismiss()
 print(workers.are_waiting(), *(helper.wait() for helper in called))
 """
 
-ONE = """
+WITHOUT_FILES = """
 import resource, torch
 from slotwise.compute.kernels.cpu import pointwise
 from slotwise.compute.kernels.cpu.jit import compiler
-{before}
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+print(pointwise.EMBED.is_on_disk)
 compiler.compile_all([pointwise.EMBED])
 print(pointwise.EMBED.is_on_disk)
 """
@@ -62,12 +63,7 @@ def test_helpers_are_called_before_anything_is_compiled_and_leave_when_it_is(tmp
     assert int(first) == called
     assert second.split() == ["True", "True", "True", "False", *["0"] * called]
     assert run(EARLY, tmp_path) == ["0"], "everything is there already"
-
-
-def test_kernels_on_disk_need_no_temporary_folder(tmp_path):
-    assert run(ONE.format(before=""), tmp_path) == ["True"]
-    no_files = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
-    assert run(ONE.format(before=no_files), tmp_path) == ["True"]
+    assert run(WITHOUT_FILES, tmp_path) == ["True", "True"], "and needs no temporary folder"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cuda_device import DEVICE, EXAMPLES, geometry
+from support.cuda_device import DEVICE, EXAMPLES, geometry, thinned
 from support.cuda_ragged import SMALL, apart, attend, caches
 from support.paged import Layer
 
@@ -103,8 +103,9 @@ def test_chunks_of_the_context(chunk):
     assert apart(layer) < 2e-6
 
 
-@pytest.mark.parametrize("window", [0, 17, 33])
-@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
+@pytest.mark.parametrize(("soft_cap", "has_sinks", "window"), thinned(
+    (1.5, False, 17), (0.0, True, 33), (1.5, True, 0), (1.5, False, 0), (0.0, True, 17), (1.5, True, 33),
+    (1.5, False, 33), (0.0, True, 0), (1.5, True, 17), few=3))
 def test_sinks_and_soft_caps(soft_cap, has_sinks, window):
     shape = AttentionShape(6, 2, 64, 0.2, window, soft_cap)
     layer = Layer(shape, 16, torch.float32, [(1, 90), (4, 90), (40, 90), (1, 5)], has_sinks=has_sinks)
@@ -193,8 +194,9 @@ def test_grids_are_small_enough_to_launch():
             assert 1 <= attention.num_programs(rows, 8, segments) <= segments == most
 
 
-@pytest.mark.parametrize("window", [0, 1, 21, 40])
-@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.0, False), (1.5, True)])
+@pytest.mark.parametrize(("soft_cap", "has_sinks", "window"), thinned(
+    (0.0, False, 0), (1.5, True, 21), (0.0, False, 40), (1.5, True, 1), (1.5, True, 0), (0.0, False, 21),
+    (1.5, True, 40), (0.0, False, 1), few=4))
 def test_a_position_does_not_depend_on_how_many_are_computed_with_it(soft_cap, has_sinks, window):
     """Segments of 32 positions: alone, in rows of a few tokens, and in a chunk."""
     shape = AttentionShape(4, 2, 64, 0.125, window, soft_cap, has_biases=has_sinks)

@@ -64,7 +64,7 @@ class Layer:
         self.weights: Any = None
         if isinstance(shape, DeltaShape):
             heads = shape.num_value_heads
-            self.weights = DeltaWeights(self.convolution.taps, -self.normal(heads).exp(), self.normal(heads),
+            self.weights = DeltaWeights(self.convolution.taps, -self.normal(heads).exp(), self.normal(shape.num_decays),
                                         1 + 0.1 * self.normal(shape.value_dim), 1e-6)
         if isinstance(shape, SelectiveShape):
             self.weights = SelectiveWeights(-self.normal(shape.state_size, shape.size).exp(), self.normal(shape.size))
@@ -85,7 +85,7 @@ class Layer:
         """A new one of so many tokens."""
         shape, width = self.shape, 3 * self.shape.channels
         if isinstance(shape, DeltaShape):
-            width = shape.channels + shape.values + 2 * shape.num_value_heads
+            width = shape.channels + shape.values + shape.num_value_heads + shape.num_decays
         if isinstance(shape, SelectiveShape):
             width += 2 * shape.num_groups * shape.state_size
         if isinstance(shape, StateSpaceShape):
@@ -117,7 +117,7 @@ class Layer:
         if isinstance(shape, ConvolutionShape):
             return kernels.gated_convolution(x, self.convolution, self.cache, batch, shape)
         if isinstance(shape, DeltaShape):
-            mixed, gates = x.split([shape.channels + shape.values, 2 * shape.num_value_heads], dim=1)
+            mixed, gates = x.tensor_split([shape.channels + shape.values], dim=1)
             return kernels.gated_delta(
                 mixed.contiguous(), gates.contiguous(), self.weights, self.cache, batch, shape)
         if isinstance(shape, StateSpaceShape):
@@ -136,9 +136,9 @@ ANY = st.one_of(
         groups * heads, head_dim, groups, state, taps, groups if norms else 0, first),
         st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.integers(1, 5), st.booleans(),
         st.booleans()),
-    st.builds(lambda keys, per_key, key_dim, value_dim, taps: DeltaShape(
-        keys, keys * per_key, key_dim, value_dim, taps),
-        st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5)),
+    st.builds(lambda keys, per_key, *sizes: DeltaShape(keys, keys * per_key, *sizes),
+              st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5),
+              st.booleans(), st.sampled_from([1.0, 2.0]), st.booleans()),
     st.builds(lambda groups, size, state, taps: SelectiveShape(groups * size, state, taps, 1, groups),
               st.integers(1, 2), st.integers(1, 300), st.integers(1, 20), st.integers(1, 5)))
 

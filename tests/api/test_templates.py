@@ -158,7 +158,7 @@ def test_a_template_for_tools_renders_conversations_with_tools() -> None:
 def checked(source: str) -> str:
     """What is said of a template at the start; "": nothing."""
     async def whole() -> str:
-        template = Template(source, {"eos_token": "</s>"}, CallLimits(seconds=3.0, memory=256 << 20, answer=1 << 20))
+        template = Template(source, {"eos_token": "</s>"}, CallLimits(seconds=60.0, memory=256 << 20, answer=1 << 20))
         try:
             await template.check()
         except ChatTemplateError as error:

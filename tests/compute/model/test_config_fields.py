@@ -5,10 +5,7 @@ The fields are found by inspection: a release that adds one fails here until it 
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import FAMILIES, build, edit_config, greedy, make, one_thread, prompts
+from support.config_fields import FieldLists, distance, editor
 from support.ragged import Driver
 
 from slotwise.compute.kernels.reference import ReferenceKernels
@@ -497,22 +495,8 @@ def class_of(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def fields_of(name: str) -> set[str]:
-    """The fields that a config.json of this class may have."""
-    kind = class_of(name)
-    fields = {field.name for field in dataclasses.fields(kind)} | set(kind().to_dict())
-    fields |= {known for known, value in inspect.getmembers(kind) if isinstance(value, property) and value.fset}
-    return {field for field in fields if not field.startswith("_")} | READ_BESIDE.get(name, set())
-
-
-def listed(name: str, *lists: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a class that stand in these lists, with their values; there are some."""
-    own = OWN.get(name, {})
-    fields = {field: value for values in lists for field, value in values.items() if field not in own}
-    fields |= {field: value for field, (values, value) in own.items() if any(values is each for each in lists)}
-    fields = {field: fields[field] for field in sorted(fields_of(name) & set(fields))}
-    assert fields
-    return fields
+FIELDS = FieldLists(LISTS, OWN, class_of, READ_BESIDE)
+listed = FIELDS.listed
 
 
 @pytest.fixture(scope="module")
@@ -532,16 +516,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def edited(base: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
-    """Makes a checkpoint of the class whose config.json has other values.  It lasts until the next one."""
-
-    def edit(name: str, **fields: Any) -> Path:
-        folder = tmp_path / "edited"
-        if not folder.exists():
-            shutil.copytree(base(name), folder)
-        shutil.copyfile(base(name) / "config.json", folder / "config.json")
-        return edit_config(folder, **fields)
-
-    return edit
+    return editor(base, tmp_path / "edited")
 
 
 @pytest.fixture(autouse=True)
@@ -582,19 +557,13 @@ def ours(folder: Path) -> torch.Tensor:
     return Driver(decoder).step(list(enumerate(rows)))
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return (one - other).abs().max().item()
-
-
 @pytest.mark.parametrize("name", BASES)
 def test_every_field_stands_in_one_list(name: str) -> None:
-    known = set().union(*LISTS)
-    assert not fields_of(name) - known, "say what becomes of these fields"
-    assert sum(map(len, LISTS)) == len(known), "a field stands in two lists"
+    FIELDS.check_that_each_stands_in_one(name)
 
 
 def test_the_lists_name_fields_that_exist() -> None:
-    assert not set().union(*LISTS) - set().union(*map(fields_of, BASES))
+    FIELDS.check_that_each_exists(BASES)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -654,24 +623,12 @@ def test_what_is_read(name: str, edited: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_what_is_refused(name: str, edited: Callable[..., Path]) -> None:
-    for field, value in listed(name, REFUSED).items():
-        with pytest.raises(CheckpointError, match=field.removesuffix("s")):
-            read_config(edited(name, **{field: value}))
+    FIELDS.check_refused(name, REFUSED, edited)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_what_is_absent_is_as_in_transformers_or_refused(name: str, edited: Callable[..., Path]) -> None:
-    defaults = {known.name: known.default for known in dataclasses.fields(class_of(name))}
-    num_compared = 0
-    for field in listed(name, EDITED, BUILT):
-        try:
-            config = read_config(edited(name, **{field: ...}))
-        except CheckpointError as error:
-            assert field in str(error)
-        else:
-            assert config == read_config(edited(name, **{field: defaults.get(field)})), field
-            num_compared += 1
-    assert num_compared >= 2
+    assert FIELDS.check_absent(name, edited, EDITED, BUILT) >= 3
 
 
 def test_a_mistral_with_layer_types_continues_as_transformers_does(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ The fields are found by inspection: a release that adds one fails here until it 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import COMPARED_ENCODERS, ENCODERS, edit_config, make, one_thread, prompts
+from support.config_fields import FieldLists, distance, editor
 from support.ragged import Driver
 
 from slotwise.compute.kernels.reference import ReferenceKernels
@@ -99,22 +98,8 @@ def class_of(name: str) -> Any:
     return getattr(transformers, f"{ENCODERS[name][0]}Config")
 
 
-def fields_of(name: str) -> set[str]:
-    """The fields that a config.json of this class may have."""
-    kind = class_of(name)
-    fields = {field.name for field in dataclasses.fields(kind)} | set(kind().to_dict())
-    fields |= {known for known, value in inspect.getmembers(kind) if isinstance(value, property) and value.fset}
-    return {field for field in fields if not field.startswith("_")}
-
-
-def listed(name: str, *lists: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a class that stand in these lists, with their values; there are some."""
-    own = OWN.get(name, {})
-    fields = {field: value for values in lists for field, value in values.items() if field not in own}
-    fields |= {field: value for field, (values, value) in own.items() if any(values is each for each in lists)}
-    fields = {field: fields[field] for field in sorted(fields_of(name) & set(fields))}
-    assert fields
-    return fields
+FIELDS = FieldLists(LISTS, OWN, class_of)
+listed = FIELDS.listed
 
 
 def made(name: str, folder: Path, **fields: Any) -> Path:
@@ -129,16 +114,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def edited(base: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
-    """Makes a checkpoint of the class whose config.json has other values.  It lasts until the next one."""
-
-    def edit(name: str, **fields: Any) -> Path:
-        folder = tmp_path / "edited"
-        if not folder.exists():
-            shutil.copytree(base(name), folder)
-        shutil.copyfile(base(name) / "config.json", folder / "config.json")
-        return edit_config(folder, **fields)
-
-    return edit
+    return editor(base, tmp_path / "edited")
 
 
 @pytest.fixture(autouse=True)
@@ -165,19 +141,13 @@ def ours(folder: Path) -> torch.Tensor:
     return torch.stack([part.mean(0) for part in hidden.split(LENGTHS)])
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return (one - other).abs().max().item()
-
-
 @pytest.mark.parametrize("name", ENCODERS)
 def test_every_field_stands_in_one_list(name: str) -> None:
-    known = set().union(*LISTS)
-    assert not fields_of(name) - known, "say what becomes of these fields"
-    assert sum(map(len, LISTS)) == len(known), "a field stands in two lists"
+    FIELDS.check_that_each_stands_in_one(name)
 
 
 def test_the_lists_name_fields_that_exist() -> None:
-    assert not set().union(*LISTS) - set().union(*map(fields_of, ENCODERS))
+    FIELDS.check_that_each_exists(ENCODERS)
 
 
 @pytest.mark.parametrize("name", COMPARED_ENCODERS)
@@ -218,18 +188,9 @@ def test_what_is_read(name: str, edited: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_is_refused(name: str, edited: Callable[..., Path]) -> None:
-    for field, value in listed(name, REFUSED).items():
-        with pytest.raises(CheckpointError, match=field.removesuffix("s")):
-            read_config(edited(name, **{field: value}))
+    FIELDS.check_refused(name, REFUSED, edited)
 
 
 @pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_is_absent_is_as_in_transformers_or_refused(name: str, edited: Callable[..., Path]) -> None:
-    defaults = {known.name: known.default for known in dataclasses.fields(class_of(name))}
-    for field in listed(name, EDITED, BUILT):
-        try:
-            config = read_config(edited(name, **{field: ...}))
-        except CheckpointError as error:
-            assert field in str(error)
-        else:
-            assert config == read_config(edited(name, **{field: defaults.get(field)})), field
+    FIELDS.check_absent(name, edited, EDITED, BUILT)

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
-from slotwise.core.cache_groups import BlockTable
+from slotwise.core.cache_groups import UNBOUNDED, BlockTable
 
 NOWHERE = -1  # no device block, no host block
 
@@ -152,6 +152,7 @@ class PrefixCache:
     def __init__(self, block_size: int, windows: Sequence[int], digest: Digest = hash) -> None:
         self._block_size = block_size
         self._windows = windows
+        self._is_full = tuple(windows) == (UNBOUNDED,)  # one group, of full attention
         self._digest = digest
         self._entries: dict[int, Entry] = {}  # by digest
         self._roots: dict[str, Root] = {}  # by salt, those with entries
@@ -178,10 +179,11 @@ class PrefixCache:
         """Returns the entries of the longest prefix of `tokens[:num_tokens]`, usable or not, in order."""
         found: list[Entry] = []
         before: int | str = block_hashes.salt
-        for index in range(num_tokens // self._block_size):
-            self._extend(block_hashes, tokens, index)
-            entry = self._entries.get(block_hashes.digests[index])
-            if entry is None or not entry.holds(block_hashes.parts[index], before):
+        num_blocks = num_tokens // self._block_size
+        self._extend(block_hashes, tokens, num_blocks - 1)
+        for digest, part in islice(zip(block_hashes.digests, block_hashes.parts, strict=True), num_blocks):
+            entry = self._entries.get(digest)
+            if entry is None or entry.before != before or entry.tokens != part:
                 break
             found.append(entry)
             before = entry.number
@@ -220,6 +222,13 @@ class PrefixCache:
 
     def _usable(self, entries: Sequence[Entry], max_loads: int) -> int:
         """Length of the longest usable prefix of `entries`."""
+        if self._is_full:  # each entry has its one block somewhere
+            num_loads = 0
+            for length, entry in enumerate(entries):
+                num_loads += entry.cached[0].block == NOWHERE
+                if num_loads > max_loads:
+                    return length
+            return len(entries)
         usable, groups = 0, range(len(self._windows))
         runs = [0] * len(groups)  # of each group: blocks present without a gap, up to here
         loads = 0  # blocks within the windows that are on the host only
@@ -336,14 +345,18 @@ class PrefixCache:
 
         A block with the tokens of the one before shares its tuple: those of a simulation have no others.
         """
-        size, parts, digests = self._block_size, block_hashes.parts, block_hashes.digests
-        for at in range(len(parts), index + 1):
-            part = tuple(tokens[at * size : (at + 1) * size])
-            if parts and part == parts[-1]:
-                part = parts[-1]
-            before = digests[-1] if digests else _seed(block_hashes.salt)
+        size, parts, digests, digest = self._block_size, block_hashes.parts, block_hashes.digests, self._digest
+        if index < len(parts):
+            return
+        known = tuple(tokens[len(parts) * size : (index + 1) * size])
+        last, before = (parts[-1], digests[-1]) if parts else ((), _seed(block_hashes.salt))
+        for start in range(0, len(known), size):
+            part = known[start : start + size]
+            if part == last:
+                part = last
             parts.append(part)
-            digests.append(self._digest((before, part)))
+            digests.append(before := digest((before, part)))
+            last = part
 
 
 def _seed(salt: str) -> int:

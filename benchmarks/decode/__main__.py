@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from benchmarks.commands import run
 
-run("decode", __doc__ or "", ("steps", "contexts"))
+run("decode", __doc__ or "", ("steps", "contexts", "parts"))

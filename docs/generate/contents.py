@@ -61,6 +61,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "features on the real model": results.real_features,
     "peers by round": results.peers_by_round,
     "compared with openvino": results.compared_with_openvino,
+    "steps beside openvino": results.steps_beside_openvino,
     "long contexts": results.long_contexts,
     "summary compared with vllm": results.summary_compared_with_vllm,
     "product paths": product_paths.product_paths,

@@ -40,13 +40,22 @@ def compared_with_vllm() -> str:
 
 def compared_with_openvino() -> str:
     """Returns every comparison with OpenVINO GenAI, in output tokens per second."""
-    machines = load("beside-vllm-cpu")["machines"]
+    found = load("beside-openvino-cpu")
     head = ("processor, two cores", "model", "weights", "workload", "OpenVINO>", "Slotwise>", "ratio>", "measured")
     return table(head, [
-        (machines[row["machine"]], row["model"], row["weights"], row["workload"],
+        (found["machines"][row["machine"]], row["model"], row["weights"], row["workload"],
          _rate(row["openvino_tokens_per_second"]), _rate(row["slotwise_tokens_per_second"]),
          f"{median(row['slotwise_tokens_per_second']) / median(row['openvino_tokens_per_second']):.2f}×",
-         f"{row['date']}, {row['commit']}") for row in load("beside-openvino-cpu")["rows"]])
+         f"{row['date']}, {row['commit']}") for row in found["rows"]])
+
+
+def steps_beside_openvino() -> str:
+    """Returns the decode steps of comparisons with OpenVINO GenAI, in milliseconds by number of streams."""
+    found = load("beside-openvino-cpu")
+    return table(("processor, two cores", "weights", "streams>", "OpenVINO>", "Slotwise>", "ratio>", "measured"), [
+        (found["machines"][row["machine"]], row["weights"], str(row["streams"]), f"{row['openvino_step_ms']:.1f}",
+         f"{row['slotwise_step_ms']:.1f}", f"{row['openvino_step_ms'] / row['slotwise_step_ms']:.2f}×",
+         f"{row['date']}, {row['commit']}") for row in found["steps"]])
 
 
 def summary_compared_with_vllm() -> str:

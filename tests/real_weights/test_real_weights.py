@@ -39,6 +39,7 @@ from tokenizers import Tokenizer as Independent
 from slotwise import LLM, SamplingParams
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model import calibration
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.layers.source import NO_CUTS
@@ -282,9 +283,11 @@ def check_perplexity(found: float, bounds: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize(("dtype", "quantization", "cached"), FORMATS)
 def test_perplexity_and_greedy_tokens(
-    folder: Path, exactly_read: Reading, dtype: str, quantization: str, cached: str,
+    folder: Path, exactly_read: Reading, monkeypatch: pytest.MonkeyPatch, dtype: str, quantization: str, cached: str,
 ) -> None:
-    settings = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": cached, "max_num_seqs": 8}
+    monkeypatch.setattr(calibration, "ROWS", 8)  # enough for weights on a grid of 4 bits
+    settings = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": cached, "max_num_seqs": 8,
+                "packed_weights_cache": 0.0}
     *bounds, least_kept = FORMATS[dtype, quantization, cached]
     is_exact = (dtype, quantization, cached) == ("float32", "none", "auto")
     loaded = None if is_exact else load(EngineConfig.of(model=str(folder), **settings))

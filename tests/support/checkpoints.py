@@ -109,6 +109,14 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", HYBRID | EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", HYBRID | {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | EXPERTS | {"intermediate_size": ..., "attention_bias": True}),
+    "zamba2": ("Zamba2", {
+        "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid"],
+        "num_mem_blocks": 2, "adapter_rank": 8, "use_shared_attention_adapter": True, "use_mem_rope": True,
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 6, "mamba_expand": 1, "num_key_value_heads": 4,
+        "head_dim": ..., "initializer_range": 0.1}),
+    "lfm3": ("Lfm3", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "sliding_window": 48, "tie_word_embeddings": False, "rms_norm_eps": ..., "norm_eps": 1e-5}),
     "olmo_hybrid": ("OlmoHybrid", HYBRID | {
         "head_dim": ..., "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "linear_key_head_dim": 12}),
     "diffllama": ("DiffLlama", {"head_dim": 24, "lambda_std_dev": 0.5, "attention_bias": True}),
@@ -301,7 +309,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 RECURRENT = (  # families whose states no ranks divide
-    "olmo_hybrid", "kimi_linear",
+    "olmo_hybrid", "kimi_linear", "zamba2", "lfm3",
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h_moe", "falcon_h1")
 
@@ -320,7 +328,8 @@ ALIKE = {
     "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m", "ernie": "opt_350m",
     "bert_decoder": "opt_350m", "bert_generation": "opt_350m", "megatron_bert": "gpt2",
     "cohere2_moe": "cohere2", "dbrx": "qwen3_moe", "olmo_hybrid": "qwen3_next", "laguna": "afmoe",
-    "apertus1p5": "apertus", "cohere_compass": "cohere2",
+    "apertus1p5": "apertus", "cohere_compass": "cohere2", "lfm3": "lfm2",
+    "zamba2": "falcon_h1",
 }  # fmt: skip
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)

@@ -60,6 +60,7 @@ from slotwise.compute.model.families import (
     laguna,
     lfm2,
     lfm2_moe,
+    lfm3,
     llama,
     llama4,
     mamba,
@@ -92,6 +93,7 @@ from slotwise.compute.model.families import (
     stablelm,
     starcoder2,
     xglm,
+    zamba2,
 )
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.source import Listing, WeightSource
@@ -180,6 +182,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
     "OlmoHybridForCausalLM": Family(olmo_hybrid.configure, olmo_hybrid.compose, ("olmo_hybrid",)),
     "KimiLinearForCausalLM": Family(kimi_linear.configure, kimi_linear.compose, ("kimi_linear",)),
+    "Zamba2ForCausalLM": Family(zamba2.configure, zamba2.compose, ("zamba2",)),
+    "Lfm3ForCausalLM": Family(lfm3.configure, lfm3.compose, ("lfm3",)),
     "Lfm2MoeForCausalLM": Family(lfm2_moe.configure, lfm2_moe.compose, ("lfm2_moe",)),
     "JambaForCausalLM": Family(jamba.configure, jamba.compose, ("jamba",)),
     "NemotronHForCausalLM": Family(nemotron_h.configure, nemotron_h.compose, ("nemotron_h",)),

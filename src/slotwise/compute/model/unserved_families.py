@@ -29,7 +29,6 @@ DECODERS: Mapping[str, str] = {
     "InklingForCausalLM": "biases of scores that each token computes for its distances",
     "JetMoeForCausalLM": "a mixture of heads (experts of queries and outputs)",
     "LaraMiniForCausalLM": "windows and recurrent states in one model",
-    "Lfm3ForCausalLM": "a gate for each head, and windows next to short convolutions",
     "LongcatFlashForCausalLM": "two attentions in a layer, around experts of which some return their input",
     "MiMoV2FlashForCausalLM": "values of another size than keys, and heads that differ by layer",
     "MiniMaxForCausalLM": "linear attention with a fixed decay for each head (lightning attention)",
@@ -41,7 +40,6 @@ DECODERS: Mapping[str, str] = {
     "XLMWithLMHeadModel": "an embedding of languages next to that of tokens",
     "XLNetLMHeadModel": "two streams of attention over permuted tokens",
     "ZambaForCausalLM": "a block of attention that layers share, with inputs twice as wide as the hidden states",
-    "Zamba2ForCausalLM": "blocks of attention that layers share, each call with a LoRA of its own",
     "ZayaForCausalLM": "attention in a compressed, convolved space, and routers with memory of earlier layers",
     "xLSTMForCausalLM": "the recurrence of xLSTM (matrix memories)",
 }

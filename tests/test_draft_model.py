@@ -274,7 +274,10 @@ def shallow(folder: Path) -> Path:
 
 
 def test_served(live, log, tmp_path):
-    """Outputs are those without drafts; usage, metrics, explain and the replay of the log tell of the drafts."""
+    """Outputs are those without drafts; usage, metrics, explain and the replay of the log tell of the drafts.
+
+    A server without drafts refuses a prediction.
+    """
     asked = [{"prompt": "def read_lines(path):", "max_tokens": 150, "temperature": temperature, "seed": 1, "n": n,
               "ignore_eos": True, **more}
              for temperature, n in ((0, 1), (0.8, 3)) for more in ({}, {"stop": "self"}, {"presence_penalty": 0.3})]
@@ -284,6 +287,9 @@ def test_served(live, log, tmp_path):
             expected = plain.client.post("/v1/completions", json=body).json()
             assert answer["choices"] == expected["choices"]
             assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+        guessed = asked[0] | {"prediction": {"type": "content", "content": "x"}}
+        refused = plain.client.post("/v1/completions", json=guessed)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prediction"
     lines = live.client.get("/metrics").text.splitlines()
     counts = [sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slotwise:spec_decode_{name}{{"))
               for name in ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")]

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ def tokens(live: Live) -> list[int]:
     return complete(live).raise_for_status().json()["choices"][0]["token_ids"]
 
 
+@cache
 def expected(folder: Path) -> list[int]:
     llm = LLM(folder, dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=20 << 20)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

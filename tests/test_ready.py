@@ -105,11 +105,8 @@ def test_a_step_is_run_also_where_step_times_are_known(folder: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value", "told"), [
-    ("model.layers.1.mlp.down_proj.weight", float("nan"), "model.layers.1.mlp.down_proj.weight holds NaN or infinite"),
-    ("model.norm.weight", LARGE, "the first step failed: its logits are NaN or infinite")])
-def test_a_server_does_not_start(folder: Path, name: str, value: float, told: str) -> None:
-    done = cli("serve", str(spoil(folder, name, value)), "--port", "0", "--dtype", "float32")
+def test_a_server_does_not_start(folder: Path) -> None:
+    done = cli("serve", str(spoil(folder, "model.norm.weight", LARGE)), "--port", "0", "--dtype", "float32")
     assert done.returncode == 1 and "Ready" not in done.stdout
     (line,) = done.stderr.splitlines()
-    assert told in line
+    assert "the first step failed: its logits are NaN or infinite" in line

@@ -280,9 +280,3 @@ def test_metrics_and_the_replay_of_the_log(live, log):
         raise AssertionError("the log holds no drafts")
     outcome = replay(entries)
     assert outcome.difference is None and outcome.steps > 0
-
-
-def test_a_server_without_drafts_refuses_a_prediction(tmp_path):
-    with serving("--speculative-config", '{"method": "none"}', log=tmp_path / "log") as server:
-        response = server.client.post("/v1/completions", json=ASKED | predicted("x"))
-        assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"

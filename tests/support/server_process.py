@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+from toy_checkpoint import TEMPLATE  # beside this program
 
 from slotwise.api.app import ROUTES, build_api
 from slotwise.api.asgi import App
@@ -81,8 +82,9 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     tokenizer = Tokenizer.load(folder)
     source = find_chat_template(folder) or ""
     template = Template(source, tokenizer.special_tokens, rendering)
-    with contextlib.suppress(ApiError, ChatTemplateError):
-        await template.variables("")
+    if source != TEMPLATE:  # that one reads no variables: its worker need not start before the first chat
+        with contextlib.suppress(ApiError, ChatTemplateError):
+            await template.variables("")
     form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice, source,
                          tokenizer.special_by_text)
     app = App(build_api(engine_client, tokenizer, template, settings, output_format=form,

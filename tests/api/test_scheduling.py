@@ -56,6 +56,7 @@ def test_what_is_in_force_can_be_read_and_changed(server):
         "long_prefill_token_threshold": 0, "scheduling_policy": "fcfs", "ageing": None, "preemption_gap": None,
         "length_quantile": None, "length_oracle": False, "default_ttft_ms": None, "shed_late": False,
         "max_num_seqs": 64, "max_num_batched_tokens": budget, "max_step_ms": None, "max_stall_ms": None,
+        "eviction_policy": "lru", "tenant_cache_share": 0.5,
         "tiers": []}
     answer = put(server, {"batching": "dynamic", "batch_size": 2, "max_wait_ms": 20})
     assert answer.status_code == 200

@@ -16,8 +16,8 @@ nor on how many queries its row computes with it.  Strips and segments lie at th
 one that a query does not see leaves its sums as they are.
 
 Loops count instead of dividing where they can: a tile of a few blocks takes the time of fifty divisions.  Blocks lie
-anywhere in memory.  Values are prefetched during the score product, the first lines of the next block's keys (or the
-next tile's) during the softmax, and the other lines during the value product.
+anywhere in memory, so each is prefetched while the one before it, often another tile's, is computed: its keys during
+the score product, its values during the softmax and the value product.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ from slotwise.compute.kernels.cpu.simd import (
     float_of,
     larger,
     load,
+    prefetch_all,
     store,
     tanh,
     weighted,
@@ -131,10 +132,6 @@ def _scaled(
 def _of_values(builder: ir.IRBuilder, scales: ir.Value, tokens: ir.Value) -> ir.Value:
     """Address of the scales of a strip's values, `tokens` columns behind those of its keys."""
     return builder.add(scales, builder.shl(tokens, number(2)))
-
-
-prefetch_line: Callable[[int], None] = intrinsic(prefetch, INT)
-"""Prefetch the cache line at an address."""
 
 
 def _prefetch_scales(builder: ir.IRBuilder, scales: ir.Value, tokens: ir.Value, kind: ElementType) -> None:
@@ -404,8 +401,12 @@ def join_parts(words: int, tile: int, head: int, sums: int) -> None:
 
 # The walk of a tile over its blocks.
 
-# Lines prefetched while scores become weights: as many as a core can have in flight.
+# Lines prefetched while the scores of a query become weights, and queries whose scores do: a core is busy for longer
+# than it takes to read so many lines.
 PREFETCHED_LINES = 16
+PREFETCHING_ROWS = 4
+# Queries of a tile whose sums are always rescaled: where few share a block, a mispredicted branch costs more.
+RESCALED_ROWS = 8
 # Below every score.
 NO_SCORE = float32(-1e20)
 FLOAT_BYTES = 4
@@ -471,11 +472,12 @@ def start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> No
 @kernel
 def weigh(
     words: int, tile: int, head: int, scores: int, sums: int, state: int, low: int, high: int, base: int, scales: int,
-    stored: Real,
+    asked: int, stored: Real,
 ) -> None:
     """Scores of places `base + low ... base + high` to weights; the sums so far are rescaled to the new maximum.
 
-    `scales` are those of place `base`, where the `stored` type has any.
+    `scales` are those of place `base`, where the `stored` type has any.  Lines from `asked` on are prefetched, where
+    that is an address.
     """
     columns = load(words, BLOCK_PADDED, INT64)
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
@@ -483,12 +485,14 @@ def weigh(
     cap, scale = load(words, SOFT_CAP_BITS, INT64), float_of(load(words, SCALE_BITS, INT64))
     biases, step = load(words, BIASES, INT64), load(words, NUM_BIASES, INT64) * FLOAT_BYTES
     factor, ahead = scale if cap == 0 and biases == 0 else ONE, load(words, AHEAD, INT64)
-    row = 0
+    row, is_low = 0, tokens * group <= RESCALED_ROWS
     for _ in range(tokens):
         # The query's own place, as a column, is the last it sees, or `ahead` columns behind it are.
         end = min(high, here + 1 + ahead)
         start = max(low, first_seen(here + base, window) - base)
         for member in range(group):
+            if asked != 0 and row < PREFETCHING_ROWS:
+                prefetch_all(asked + row * PREFETCHED_LINES * LINE, PREFETCHED_LINES * LINE)
             if cap != 0:
                 soft_cap(scores, scale, float_of(cap))
             if biases != 0:
@@ -500,7 +504,7 @@ def weigh(
             keep = exp2(before - top)
             store(state, row, top, FLOAT32)
             store(state, tokens * group + row, load(state, tokens * group + row, FLOAT32) * keep + added, FLOAT32)
-            if keep != ONE:
+            if is_low or keep != ONE:
                 for i in range(width):
                     store(sums, i, load(sums, i, FLOAT32) * keep, FLOAT32)
             row += 1
@@ -560,12 +564,14 @@ def _walk(
         high = min(min(block - start, STRIP), low + last - place)
         following = keys
         offset += high - low
+        next_start = offset // STRIP * STRIP
         if place + high - low >= last:
-            following = next_keys
+            following, next_start = next_keys, 0
         elif offset == block:
-            entry, offset = entry + 1, 0
+            entry, offset, next_start = entry + 1, 0, 0
             following = block_at(words, tile, head, entry)
         values = keys + (dim * block_padded + (start + low) * width) * size
+        next_values = following + (dim * block_padded + next_start * width) * size
         column = low // PAIR * PAIR
         columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
         read = keys + (start + column) * size
@@ -573,14 +579,12 @@ def _walk(
         prefetch_scales(scales, block_padded, stored)
         fill(scores, rows * STRIP, ZERO)
         call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, PAIR * size,
-                      dim, scores + column * 4, STRIP_ROW_BYTES, values - read)
-        for line in range(following, following + PREFETCHED_LINES * LINE, LINE):
-            prefetch_line(line)
-        weigh(words, tile, head, scores, sums, state, low, high, place - low, scales, stored)
+                      dim, scores + column * 4, STRIP_ROW_BYTES, following + next_start * size - read)
+        weigh(words, tile, head, scores, sums, state, low, high, place - low, scales, next_values, stored)
         # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
         back = low % (FLOAT_BYTES // bytes_of_factor(stored))
         add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, values - back * width * size,
-                   width * size, place - back, high - low + back, following - values, stored)
+                   width * size, place - back, high - low + back, next_values - values, stored)
         keys = following
         place += high - low
 
@@ -645,11 +649,14 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
     items = load(load(words, TILES, INT64), 0, INT64) * kv_heads
+    prefetched = NOTHING
     item = pop(words, thread, threads, items)
     while item != NOTHING:
         tile, head = tile_of(words, item), item % kv_heads
-        after = upcoming(words, thread, threads, items)
-        next_keys = _first_keys(words, item if after == NOTHING else after)
+        if item != prefetched and load(words, BLOCK_PADDED, INT64) <= STRIP:  # the first item, or a stolen one
+            prefetch_all(_first_keys(words, item), load(words, HEAD_BLOCK, INT64))
+        prefetched = upcoming(words, thread, threads, items)
+        next_keys = _first_keys(words, item if prefetched == NOTHING else prefetched)
         totals = sums + load(tile, TOKENS, INT32) * group * (width + 1) * 4
         _load_queries(words, tile, head, queries, kind, stored)
         _walk_segments(words, tile, head, queries, scores, sums, next_keys, stored)

@@ -359,7 +359,7 @@ def _walk(
             rows = block_at(words, tile, 0, entry)
             following = rows
         ahead = following - here if place + high - low < last else 0
-        weigh(words, tile, 0, scores, sums, state, low, high, place - low, 0, stored)
+        weigh(words, tile, 0, scores, sums, state, low, high, place - low, 0, 0, stored)
         # Pairs begin at even places for all queries, or sums would depend on where the tile begins.
         back = low % (bytes_of(FLOAT32) // bytes_of_factor(stored))
         add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, here - back * row_bytes,

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from slotwise.core import reasons
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.observe.explain import PARTS, Explanation, Span
 from slotwise.observe.explain_words import BECAUSE, sentence
@@ -19,7 +20,7 @@ MS = 1_000_000
 def explanation(*spans: tuple[str, str, int], ended: bool = True, cached: int = 0, drafts: tuple[int, int] = (0, 0),
                 ) -> Explanation:
     """Args: spans: each a part, a reason and its milliseconds."""
-    request = SimpleNamespace(num_prompt=100, spec=RequestSpec(()))
+    request = SimpleNamespace(num_prompt=100, spec=RequestSpec((), SamplingSpec()))
     timeline: Any = SimpleNamespace(request=request, num_output=7, ended=ended)
     return Explanation(cast(RequestTimeline, timeline), tuple([
         Span(part, reason, ms * MS, index) for index, (part, reason, ms) in enumerate(spans)]), cached, 0, *drafts)

@@ -115,9 +115,10 @@ def test_missing_weights_are_one_line(folder, one_line_here):
 
 def test_an_unsupported_architecture_is_one_line(folder, one_line_here):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["RwkvForCausalLM"]}))
-    line = one_line_here("generate", "--model", str(folder), "hi")
-    assert "RwkvForCausalLM" in line and "LlamaForCausalLM" in line
+    for name, says in (("RwkvForCausalLM", "recurrence (WKV), which is not built"), ("Unheard", "LlamaForCausalLM")):
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        line = one_line_here("generate", "--model", str(folder), "hi")
+        assert name in line and says in line
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -103,7 +103,7 @@ def test_a_worker_has_nothing_of_its_parent() -> None:
 
 
 @pytest.mark.parametrize(("name", "arguments", "says"), [
-    ("sleep", (1000,), "took more than 4 seconds"), ("crash", (), "crashed"),
+    ("compute", (1000,), "took more than 1 seconds"), ("crash", (), "crashed"),
     ("eat", (1 << 30,), "took more than 256 MiB of memory")])
 def test_one_that_is_ended_is_followed_by_another(name: str, arguments: tuple[Any, ...], says: str) -> None:
     async def play(worker: Worker) -> None:
@@ -113,7 +113,7 @@ def test_one_that_is_ended_is_followed_by_another(name: str, arguments: tuple[An
         assert (await call(worker, "process"))["pid"] != pid
         await asyncio.to_thread(eventually, lambda: not is_alive(pid))
 
-    with_worker(play, CallLimits(seconds=4.0, memory=256 << 20, answer=1 << 20))
+    with_worker(play, CallLimits(seconds=1.0, memory=256 << 20, answer=1 << 20))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -134,12 +134,21 @@ def test_a_worker_that_something_else_ended_or_stopped_is_replaced_before_the_an
     with_worker(play, CallLimits(seconds=3.0, memory=256 << 20, answer=1 << 20))
 
 
+def test_a_call_has_the_time_that_it_computes_and_not_without_end() -> None:
+    async def play(worker: Worker) -> None:
+        await call(worker, "sleep", 1.0)  # as a process that gets no processor
+        with pytest.raises(CallError, match=r"took more than 0.5 seconds"):
+            await call(worker, "sleep", 1000)
+
+    with_worker(play, CallLimits(seconds=0.5, memory=256 << 20, answer=1 << 20))
+
+
 def test_a_worker_that_fails_twice_is_no_fault_of_the_call() -> None:
     async def play(worker: Worker) -> None:
         with pytest.raises(WorkerError, match=r"^crashed$"):
             await call(worker, "crash")
         with pytest.raises(CallError, match="took more than") as found:
-            await call(worker, "sleep", 1000)
+            await call(worker, "compute", 1000)
         assert not isinstance(found.value, WorkerError)
         assert await call(worker, "echo", 1) == 1
 

@@ -21,6 +21,12 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def compute(seconds: float) -> None:
+    begun = time.process_time()
+    while time.process_time() < begun + seconds:
+        pass
+
+
 def refuse() -> None:
     raise ValueError("not today")
 
@@ -54,4 +60,4 @@ def process() -> dict[str, Any]:
 
 
 CALLS = {function.__name__: function for function in (
-    echo, lengths, sleep, refuse, fail, crash, eat, give, once_slow, process)}
+    echo, lengths, sleep, compute, refuse, fail, crash, eat, give, once_slow, process)}

@@ -25,7 +25,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refus
 END = b""  # the message behind a call and its pieces
 START = 60.0  # seconds for the imports of a worker, on a busy machine
 RECEIVE = 1 << 18  # bytes
+STRETCH = 6  # times the seconds of computing that a call may take where the processors have other work
+LOOK = 0.05  # seconds between two looks at a call that is about to have computed for too long
+TICKS = os.sysconf("SC_CLK_TCK")  # in a second of the time that a process has computed
 STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
 
 logger = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ logger = logging.getLogger(__name__)
 class CallLimits(msgspec.Struct, frozen=True):
     """Limits of a worker."""
 
-    seconds: float  # of one call
+    seconds: float  # of computing in one call, which on a busy machine may take `STRETCH` times as long
     memory: int  # bytes of data, its interpreter included
     answer: int  # bytes of one answer
     niceness: int = 0
@@ -100,7 +104,7 @@ def main(module: str, limits: CallLimits, descriptor: int) -> None:
     confine(limits)
     channel.send(msgspec.msgpack.encode((READY, "")))
     for call in received(channel):
-        signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
+        signal.setitimer(signal.ITIMER_REAL, 2 * STRETCH * limits.seconds)  # the parent ends it earlier
         answered = answer(calls, call, limits.answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.send(answered)
@@ -167,7 +171,7 @@ class Worker:
     async def _ask(self, message: bytes, pieces: Iterable[bytes]) -> tuple[str, Any]:
         ready = await self._ready()
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(None) as clock, _watched(ready, clock, self._limits.seconds):
                 for part in _parts(message, pieces):
                     await ready.send(part)
                 outcome, value = msgspec.msgpack.decode(await ready.receive())
@@ -262,17 +266,49 @@ class _Child:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process (Linux)."""
+        fields = self._stat()
+        return bool(fields) and fields[0] in STOPPED
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the process has computed; where the system does not tell (Linux does), that have passed."""
+        fields = self._stat()
+        return sum(map(int, fields[11:13])) / TICKS if fields else time.monotonic()
+
+    def _stat(self) -> list[str]:
         try:
             stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="latin-1")
         except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in STOPPED
+            return []
+        return stat.rpartition(")")[2].split()  # its name, which is before these, may have spaces
 
     def end(self) -> None:
         self._process.kill()  # first: it could otherwise say that its socket was closed
         self._socket.close()
         # A killed process ends when it next gets a processor, which may take a while at low priority.
         threading.Thread(target=self._process.wait, name="worker-end").start()
+
+
+@contextlib.asynccontextmanager
+async def _watched(child: _Child, clock: asyncio.Timeout, seconds: float) -> AsyncIterator[None]:
+    """Within it `clock` ends when `child` has computed for so long, was stopped, or had many times as long."""
+    loop = asyncio.get_running_loop()
+    begun, last = child.seconds, loop.time() + STRETCH * seconds
+
+    handle = loop.call_later(seconds, lambda: look())
+
+    def look() -> None:
+        nonlocal handle
+        left = min(seconds - (child.seconds - begun), last - loop.time())
+        if left > 0 and not child.is_stopped:
+            handle = loop.call_later(max(left, LOOK), look)
+        else:
+            clock.reschedule(loop.time())
+
+    try:
+        yield
+    finally:
+        handle.cancel()
 
 
 def _parts(message: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> Sim
         library_bytes=lambda kind: 0,
         cache_bytes_per_block=lambda block_size, shape, kind: 4096 * block_size)
     config = SimpleNamespace(
-        dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072, num_layers=32,
+        dtype=torch.bfloat16, layer_weights=layer_weights, longest=131_072, num_layers=32,
         is_causal=True, kv_layers=(), doubled_layers=())
     return SimpleNamespace(
         kernels=kernels, config=config, group=SINGLE_RANK, layer_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)

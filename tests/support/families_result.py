@@ -59,6 +59,7 @@ class FamiliesResult:
 
     def pytest_sessionfinish(self) -> None:
         made = {name: version(name) for name in ("transformers", "torch")}
-        rows = {family: {"class": class_name(family), **self._found[family]} for family in EVERY}
+        rows = {family: {"class": class_name(family)} | {
+            what: self._found[family][what] for what in TESTS if what in self._found[family]} for family in EVERY}
         result = {"date": date.today().isoformat(), "machine": platform.machine(), **made, "families": rows}
         self._path.write_text(json.dumps(result, indent=1) + "\n")

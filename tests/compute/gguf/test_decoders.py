@@ -63,7 +63,7 @@ def logits(model: Path, lengths: list[int]) -> torch.Tensor:
 def assert_alike(model: Path, other: Path, lengths: list[int]) -> None:
     """Two models have the same weights and config: their logits differ by rounding at most."""
     found, wanted = logits(model, lengths), logits(other, lengths)
-    assert (found - wanted).abs().max() < 1e-4 * wanted.std()
+    assert (found - wanted).abs().max() < 3e-4 * wanted.std()
 
 
 @pytest.mark.parametrize("family", CONVERTED)

@@ -289,6 +289,15 @@ def test_the_checkpoint_says_how_it_pools(tmp_path):
     write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
     with pytest.raises(CheckpointError, match=r"sentence_bert_config.json: do_lower_case True is not supported"):
         read_pooling(tmp_path)
+    scored = {"transformer_task": "sequence-classification", "module_output_name": "scores",
+              "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}}
+    write(tmp_path, "sentence_bert_config.json", scored)  # as sentence-transformers saves a cross-encoder
+    assert not read_pooling(tmp_path).objection
+    write(tmp_path, "sentence_bert_config.json", scored | {"module_output_name": "token_embeddings"})
+    with pytest.raises(CheckpointError, match="module_output_name 'token_embeddings' is not supported"):
+        read_pooling(tmp_path)
+    write(tmp_path, "sentence_bert_config.json", {"transformer_task": "text-generation"})
+    assert "text-generation" in read_pooling(tmp_path).objection
     (tmp_path / "sentence_bert_config.json").unlink()
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True})
     assert "cls and max" in read_pooling(tmp_path).objection

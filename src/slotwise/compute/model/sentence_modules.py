@@ -25,11 +25,12 @@ MODULES, POOLING, PROMPTS = "modules.json", "1_Pooling", "config_sentence_transf
 SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")  # by the last part of a module's type, in this order
 TRANSFORMER = tuple(f"sentence_{model}_config.json" for model in (
     "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"))
-TRANSFORMER_PLAIN: dict[str, tuple[object, ...]] = {  # values that vectors here obey, of the fields of such a file
-    "do_lower_case": (False, None), "transformer_task": ("feature-extraction",), "method_output_name": (None,),
-    "module_output_name": ("token_embeddings",), "model_args": ({}, None), "tokenizer_args": ({}, None),
-    "config_args": ({}, None), "modality_config": (
-        {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}, None)}
+TRANSFORMER_PLAIN: dict[str, tuple[object, ...]] = {  # values that are obeyed here, of the fields of such a file
+    "do_lower_case": (False, None), "method_output_name": (None,), "model_args": ({}, None),
+    "tokenizer_args": ({}, None), "config_args": ({}, None)}
+TASK, TOKENS_TASK = "transformer_task", "feature-extraction"
+TASKS = {  # for each task the names of the module's output, and of the model's
+    TOKENS_TASK: ("token_embeddings", "last_hidden_state"), "sequence-classification": ("scores", "logits")}
 FLAGS = {  # of a pooling module, with the pooling they stand for
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
@@ -85,8 +86,15 @@ def read_modules(folder: Path) -> SentenceModules:
         return modules
     fields = read_json(folder / name)
     longest = fields.integer("max_seq_length") if fields.has("max_seq_length") else 0
+    task = fields.values.get(TASK, TOKENS_TASK)
+    if not isinstance(task, str) or task not in TASKS:
+        return _refused(f"{name} has the {TASK} {task!r:.40}, which is not supported")
+    scores, output = TASKS[task]
+    plain = TRANSFORMER_PLAIN | {
+        TASK: (task,), "module_output_name": (scores,),
+        "modality_config": ({"text": {"method": "forward", "method_output_name": output}}, None)}
     for field, value in fields.values.items():
-        if field != "max_seq_length" and value not in TRANSFORMER_PLAIN.get(field, ()):
+        if field != "max_seq_length" and value not in plain.get(field, ()):
             raise fields.error(field, f"{value!r:.60} is not supported")
     return modules._replace(max_seq_length=longest)
 

@@ -36,7 +36,7 @@ from slotwise.measure.workload.sessions import AGENTS, PREFIXES, sessions_of
 MACHINE, LONGEST = "h100", 131_072
 CONVERSATIONS = "conversations"
 RANKS = {CONVERSATIONS: 4, AGENTS: 1, PREFIXES: 1}  # GPUs, so that the traffic is below what they compute
-QUEUED = (1 << 20, 1 << 40)  # requests and tokens that may wait: none is refused
+QUEUED = (1 << 20, 1 << 40)  # requests and tokens that may wait: more than any traffic has
 
 
 def setup_for(kind: str, num_blocks: int) -> Setup:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.commands import parser_of
-from benchmarks.decode.steps import mean
+from benchmarks.decode.steps import BEGINNING, decoding_engine, mean
 
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.compose.launch import hold_off, settle
@@ -30,20 +30,16 @@ from slotwise.compute.kernels.cpu.products.linear import DEPTH, OUTPUTS
 from slotwise.compute.kernels.cpu.simd import INT64, call_kernel, stamp
 from slotwise.compute.kernels.cpu.simd import load as load_word
 from slotwise.compute.kernels.cpu.threads import run_shared
-from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
-from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import decode_report, encode, messages_of
-from slotwise.engine.messages import Add
 from slotwise.engine.record_codec import unpacked
 from slotwise.measure.bench.profiler import cost_of
 from slotwise.observe.event_log import encode_lines
 
 STEP, KERNELS, PRODUCTS = "step", "kernels", "products"
 STAMP_BYTES = 16
-BEGINNING = 512  # steps after which the last row has begun, and the first has not ended
 
 Parts = dict[str, list[int]]
 """Nanoseconds of each step."""
@@ -129,13 +125,7 @@ def steps_of(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps
     Args:
         shape: rows and context.
     """
-    rows, context = shape
-    engine, info = loaded.engine(config)
-    generator = torch.Generator().manual_seed(0)
-    for row in range(rows):
-        prompt = torch.randint(10, info.vocab_size, (context - steps // 2,), generator=generator).tolist()
-        params = SamplingSpec(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
-        engine.handle(Add(row, RequestSpec(prompt, params, row)))
+    rows, engine = shape[0], decoding_engine(loaded, config, shape, steps)
     record = engine.step()
     while len(record.plan.counts) < rows or max(record.plan.counts) > 1:
         record = engine.step()

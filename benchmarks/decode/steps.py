@@ -25,6 +25,7 @@ from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.measure.bench.profiler import cost_of
 from slotwise.measure.bench.results import environment
@@ -32,9 +33,8 @@ from slotwise.measure.bench.results import environment
 BEGINNING = 512  # steps after which the last row has begun, and the first has not ended
 
 
-def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps: int, roofline: Roofline
-                ) -> tuple[float, Cost]:
-    """Returns the seconds of a step in which all rows decode with about `context` tokens, and its lower bound.
+def decoding_engine(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps: int) -> Engine:
+    """Returns an engine with requests for `steps` steps in which all rows decode, at the context in their middle.
 
     Args:
         shape: rows and context.
@@ -46,6 +46,17 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
         prompt = torch.randint(10, info.vocab_size, (context - steps // 2,), generator=generator).tolist()
         params = SamplingSpec(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
         engine.handle(Add(row, RequestSpec(prompt, params, row)))
+    return engine
+
+
+def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], steps: int, roofline: Roofline
+                ) -> tuple[float, Cost]:
+    """Returns the seconds of a step in which all rows decode with about `context` tokens, and its lower bound.
+
+    Args:
+        shape: rows and context.
+    """
+    rows, engine = shape[0], decoding_engine(loaded, config, shape, steps)
     records = []
     while len(records) < steps:
         record = engine.step()

@@ -24,7 +24,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # of a compilation
     "max_grammar_size": 200_000,  # symbols
     "step_lexer_fuel": 100_000,  # of a mask: some milliseconds
-    "step_max_items": 5_000,  # likewise: in an ambiguous grammar the time grows faster than their number
+    "step_max_items": 5_000,  # of a mask: in an ambiguous grammar the time grows faster than their number
     "max_items_in_row": 2_000,
     "max_lexer_states": 50_000,  # a kilobyte or two each
 }

@@ -293,7 +293,7 @@ class MemoryWatch:
     def __init__(self, server: Server) -> None:
         self.api = 0  # bytes
         self.engines: dict[int, int] = {}  # bytes, by process
-        self.said = {server.engine_pid: int(dict(server.ready)["memory_bytes"])}  # likewise
+        self.said = {server.engine_pid: int(dict(server.ready)["memory_bytes"])}  # bytes, by process
         self._server = server
 
     async def follow(self) -> None:

@@ -43,7 +43,7 @@ class Machine:
                 (self._packages / entry.name).symlink_to(entry)
         kernels = root / "var" / "cache" / "slotwise" / "slotwise" / "kernels"
         kernels.parent.mkdir(parents=True, mode=0o700)
-        if (compiled := store.home()) is not None and compiled.is_dir():  # to compile them again is no part of an image
+        if (compiled := store.home()) is not None and compiled.is_dir():  # an image does not compile them again
             shutil.copytree(compiled, kernels)
 
     def at(self, text: str) -> str:

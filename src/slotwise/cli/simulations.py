@@ -162,7 +162,7 @@ def _shape(model: str) -> ModelShape:
 
 MAX_REPLICAS = 1000
 MAX_MINUTES = 1440.0
-MAX_QUEUED = 1 << 40  # requests and tokens that may wait: none is refused
+MAX_QUEUED = 1 << 40  # requests and tokens that may wait: more than any traffic has
 OF_SESSIONS = {"found_share": "found", "computed": "computed", "ttft_mean": "ttft", "ttft_p99": "ttft p99",
                "session_mean": "session", "session_p99": "session p99"}  # figures, and their columns
 MAX_ERROR = 8000  # bytes read of an answer that is an error

@@ -274,7 +274,7 @@ class Cover:
 class Retained(Ranked):
     """Evicts blocks without a claim first.
 
-    A claim is on the last block of a sequence, and covers those before it: they are no leaves as long as it is cached.
+    A claim is on the last block of a sequence, and covers those before it, which are not leaves while it is cached.
     Once it is evicted, the blocks before it have no claim left: under pressure whole sequences go, one by one.
 
     Args:

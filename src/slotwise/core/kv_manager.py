@@ -60,7 +60,7 @@ class KVManager:
         self.is_windowed = groups.are_windowed  # so requests may hold blocks for a part of their known tokens
         self.has_states = groups.have_states
         self._freed: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks truncated since the last plan
-        self._expired: Counter[tuple[int, int]] = Counter()  # likewise: blocks that fell behind a window
+        self._expired: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks that fell behind a window
 
     def missing(self, allocation: Allocation, leaving: Iterable[Request]) -> int:
         """Blocks to be freed before `allocation` fits once the requests `leaving` have left; below 1: it fits.

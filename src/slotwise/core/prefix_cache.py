@@ -112,7 +112,7 @@ class BlockHashes:
 
     Args:
         salt: requests with another one never find its blocks.
-        owner: whoever has salts of this owner may hear that a prompt is cached under another one of them.
+        owner: requests of the same owner may be told that a prompt is cached under another of its salts.
     """
 
     __slots__ = ("digests", "last", "length", "owner", "parts", "salt")
@@ -198,7 +198,7 @@ class PrefixCache:
         return self._entries.get(digest)
 
     def root(self, salt: str) -> Root | None:
-        """The beginning of all prompts of `salt`; None: none is cached."""
+        """The beginning of all prompts of `salt`; None if the cache has no prompt of it."""
         return self._roots.get(salt)
 
     def other_salts(self, block_hashes: BlockHashes, most: int) -> list[str]:

@@ -190,7 +190,7 @@ class StepPlan(NamedTuple):
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
     expired_blocks: tuple[FreedBlocks, ...] = ()  # before `new_blocks`
     admitted: tuple[Admission, ...] = ()  # the `new_requests`
-    lookups: tuple[CacheLookup, ...] = ()  # likewise
+    lookups: tuple[CacheLookup, ...] = ()  # of the admitted requests: what the prefix cache had of each prompt
 
     @property
     def num_rows(self) -> int:

@@ -162,7 +162,7 @@ class _Tree:
 
 
 class TokenCache:
-    """Tokens of the segments of texts, by holder: nobody learns from a time what another has sent.
+    """Tokens of the segments of texts, by holder: a client cannot time what another client has sent.
 
     Args:
         segment: characters that a segment has at least.
@@ -175,7 +175,7 @@ class TokenCache:
         self._segment = segment
         self._max_bytes = max_bytes
         self._max_bytes_of_one = max_bytes_of_one
-        self._trees: OrderedDict[str, _Tree] = OrderedDict()  # by holder, least recently used first; none is empty
+        self._trees: OrderedDict[str, _Tree] = OrderedDict()  # by holder, least recently used first; each has segments
         self.num_bytes = 0
 
     def missing(self, holder: str, text: str) -> Missing:

@@ -220,7 +220,7 @@ def test_late_ones_step_back():
 
 @bounded
 @given(SECONDS, comers(slo(tenants=("a", "b")), max_size=40, sessions=("", "x", "y")))
-def test_nobody_is_passed_by_those_who_come_later_than_its_levels_are_worth(ageing, coming):
+def test_no_request_is_passed_by_one_that_arrives_later_than_its_levels_are_worth(ageing, coming):
     policy = LeastServedProgram(ageing, quantum=5.0)
     levels: dict[str, int] = {}
 

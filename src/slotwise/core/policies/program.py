@@ -1,8 +1,8 @@
 """Programs served as programs: requests of one session share attained service, and the least served session goes next.
 
-An agent or a conversation is many requests, and its user waits for the last one.  Whoever has had little service so far
-will probably end soon, so newcomers and short programs go before long ones (program-level attained service: Autellix,
-Luo et al., 2025).  A request without a session is a program of its own.
+An agent or a conversation is many requests, and its user waits for the last one.  A program that has had little service
+so far will probably end soon, so newcomers and short programs go before long ones (program-level attained service:
+Autellix, Luo et al., 2025).  A request without a session is a program of its own.
 
 Service is work in tokens: prompt tokens that were computed, not those found in the cache, and output tokens, which
 count `OUTPUT`.  It is counted in levels that double, so that programs of about the same service keep the order of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import product_paths
 from support.paged import distance
@@ -31,6 +31,7 @@ def test_the_engine_offers_what_the_kernels_have() -> None:
 @NAMES
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(-6, 10), st.sampled_from([torch.float32, torch.bfloat16]))
+@example(33, 73, 0, torch.float32)
 def test_weights_stay_close(name: str, outputs: int, depth: int, power: int, kind: torch.dtype) -> None:
     weight = (numbers(outputs, depth) * 2.0**power).to(kind)
     matrix = quantized(weight, FORMATS[name])

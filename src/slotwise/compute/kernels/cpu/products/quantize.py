@@ -224,15 +224,14 @@ def _range_of(groups: Tensor, importances: Tensor, most: int) -> _Range:
     low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     weighted = importances / importances.mean(dim=1, keepdim=True) if importances.dim() else importances
-    of_groups = weighted * groups
-    mean = of_groups.mean(dim=1, keepdim=True)
+    mean = _mean(weighted * groups)
     best: tuple[Tensor, ...] = ()
     for share in RANGES:
         scale, minimum = 2 * share * half / most, share * half - middle
         for attempt in range(2):
             tried = _Range(_half(scale), minimum.clamp(-MOST_SCALE, MOST_SCALE).half().float())
             codes = tried.codes(groups, most)
-            error = (tried.values(codes) - groups).square_().mul_(weighted).sum(dim=1, keepdim=True)
+            error = _mean((tried.values(codes) - groups).square_().mul_(weighted))
             found = (error, *tried)
             best = tuple(torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True)
                          ) if best else found
@@ -240,11 +239,23 @@ def _range_of(groups: Tensor, importances: Tensor, most: int) -> _Range:
                 break
             # The scale and the minimum that fit the codes best, by least squares.
             of_codes = weighted * codes
-            center = of_codes.mean(dim=1, keepdim=True)
-            spread_of_codes = (of_codes * codes).mean(dim=1, keepdim=True) - center.square()
-            scale = ((of_codes * groups).mean(dim=1, keepdim=True) - center * mean) / spread_of_codes.clamp_min(1e-9)
+            center = _mean(of_codes)
+            spread_of_codes = _mean(of_codes * codes) - center.square()
+            scale = (_mean(of_codes * groups) - center * mean) / spread_of_codes.clamp_min(1e-9)
             minimum = scale * center - mean
     return _Range(*best[1:])
+
+
+def _mean(groups: Tensor) -> Tensor:
+    """The mean of each group, `[groups, 1, out]`, by halves, so that it does not depend on how many outputs there are.
+
+    Args:
+        groups: `[groups, numbers, out]`; the number of numbers is a power of two.
+    """
+    count = groups.shape[1]
+    while groups.shape[1] > 1:
+        groups = torch.add(*groups.chunk(2, dim=1))
+    return groups / count
 
 
 def _groups(weight: Tensor, format: Format) -> Tensor:

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 from support.live_server import JSON, Server, eventually, running
 
+from slotwise.api.anthropic.messages_protocol import CountTokensRequest, up_to_breakpoint
+
 COMPLETIONS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
 EPHEMERAL = {"type": "ephemeral"}
+MARK = {"cache_control": EPHEMERAL}
+USED = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +54,44 @@ def test_usage_tells_what_was_read_and_what_is_kept(server: Server, ttl: str | N
         "ephemeral_5m_input_tokens": 0 if ttl else kept, "ephemeral_1h_input_tokens": kept if ttl else 0}
     assert read["cache_read_input_tokens"] == kept + written["cache_read_input_tokens"]
     assert read["cache_creation_input_tokens"] == 0
-    totals = {sum(usage[name] for name in (
-        "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")) for usage in (written, read)}
+    totals = {sum(usage[name] for name in USED) for usage in (written, read)}
     assert len(totals) == 1
+
+
+def test_what_follows_the_last_marked_part_is_not_kept(server: Server) -> None:
+    """What is kept is found again by a request that goes on differently."""
+    system = {"type": "text", "text": "system " * 20, **MARK}
+    texts = [{"type": "text", "text": "one " * 20, **MARK}, {"type": "text", "text": "two " * 20}]
+    said = [{"role": "user", "content": texts}, {"role": "assistant", "content": "yes"}]
+    bodies: list[dict[str, Any]] = [{"system": [system]}, {"messages": said}]
+    for body in bodies:
+        ends = [{"role": "user", "content": f"{end} " * 20} for end in ("first", "other")]
+        answers = [server.post(MESSAGES, {"max_tokens": 2, **body, "messages": [*body.get("messages", ()), end]})
+                   for end in ends]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        first, second = (answer.json()["usage"] for answer in answers)
+        kept = first["cache_creation_input_tokens"] + first["cache_read_input_tokens"]
+        assert 16 <= kept <= sum(first[name] for name in USED) - 40, body
+        assert second["cache_creation_input_tokens"] == 0 and second["cache_read_input_tokens"] >= kept
+
+
+def test_a_prompt_is_cut_behind_its_last_marked_part() -> None:
+    """Its parts are tools, system message and messages; what is marked at the prompt's end is all of it."""
+    parts = [{"name": name, "input_schema": {}} for name in "ab"], [{"type": "text", "text": text} for text in "ab"]
+
+    def cut(tools: int = 2, system: int = 2, content: int = 2) -> tuple[Any, ...]:
+        """Which parts are left if those with these numbers are marked."""
+        marked = [[part | (MARK if number == index else {}) for index, part in enumerate(some)]
+                  for some, number in ((parts[0], tools), (parts[1], system), (parts[1], content))]
+        request = CountTokensRequest(
+            tools=marked[0], system=marked[1], messages=[{"role": "user", "content": marked[2]}])
+        left = up_to_breakpoint(request)
+        (message,) = left.messages
+        return len(left.tools or ()), len(left.system or ()), len(message["content"]), left is request
+
+    assert cut() == cut(content=1) == cut(tools=0, content=1) == (2, 2, 2, True)
+    assert cut(tools=0) == (1, 2, 1, False) and cut(tools=0, system=0) == (2, 1, 1, False)
+    assert cut(tools=0, system=1, content=0) == (2, 2, 1, False)
 
 
 def test_a_server_that_retains_nothing_says_so_and_refuses_no_hint(server: Server) -> None:

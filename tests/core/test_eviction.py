@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.beginnings import Watching, limits
 from support.toy import request
 
-from slotwise.core.eviction import LeastRecentlyUsed, Retained
+from slotwise.core.eviction import Retained
 from slotwise.core.scheduler_limits import COST, EVICTION_POLICIES, HINTED, LRU, PREDICTED, SLO
 from slotwise.core.step_time import StepTimeModel
 
@@ -79,13 +79,18 @@ def test_a_tenant_claims_its_share_and_its_oldest_claims_go_first():
     assert [served(driver, f"{token} again", token, 3) for token in (2, 3, 1)] == [12, 12, 0]
 
 
-def test_what_is_retained_is_told():
-    driver = driver_of(HINTED, share=0.25)  # two blocks
+@pytest.mark.parametrize(("share", "covered", "kept"), [(0.25, 0, 8), (1.0, 0, 12), (1.0, 7, 4), (1.0, 3, 0)])
+def test_what_is_retained_is_told(share, covered, kept):
+    """At most the tenant's share, and the tokens that it is to cover, in whole blocks."""
+    driver = driver_of(HINTED, share=share)
     new = request("a", [1] * 13, 1, ignore_eos=True)
-    new.spec = replace(new.spec, retain=9.0)
+    new.spec = replace(new.spec, retain=9.0, retain_tokens=covered)
     driver.add(new)
     driver.run()
-    assert new.num_retained == 8
+    assert new.num_retained == kept
+    for number in range(4):
+        served(driver, f"n{number}", 10 + number, 4)
+    assert served(driver, "again", 1, 3) == kept
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -135,8 +140,6 @@ class Checked(Watching):
                 content = self.scheduler.kv.prefix.content
                 block = pop()
                 gone = content(block)
-                if isinstance(order, LeastRecentlyUsed):  # two requests may have computed a prefix at once
-                    return block
                 rest = [other for other in range(self.scheduler.limits.num_blocks) if other in order]
                 assert all(content(other).before is not gone for other in rest)
                 return block

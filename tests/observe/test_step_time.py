@@ -78,6 +78,26 @@ def test_of_steps_like_a_hundred_others_few_are_learned_from_and_what_is_new_alw
     assert step(work_of([200] * 9, [1] * 9)) == step(work_of([200] * 40, [1] * 40)) == 1
 
 
+def test_a_routine_step_that_is_skipped_unseen_changes_nothing_else() -> None:
+    seen, unseen, now, skipped = StepTimeModel(), StepTimeModel(), 0.0, 0
+    draw = random.Random(3)
+    for _ in range(2000):
+        rows = draw.choice((1, 8, 8, 8, 30))
+        starts = [draw.randrange(5000) if draw.random() < 0.1 else 600 + row for row in range(rows)]
+        counts = [draw.choice((1, 1, 1, 5)) if draw.random() < 0.02 else 1 for _ in range(rows)]
+        started = now + draw.choice((-0.005, 0.0, 0.001))
+        ended = started + draw.choice((0.0, 0.005, 0.02))
+        now = max(now, ended)
+        seen.step(work_of(starts, counts), started, ended)
+        if unseen.skips(starts, counts, started, ended):
+            skipped += 1
+        else:
+            unseen.step(work_of(starts, counts), started, ended)
+        assert vars(seen).keys() == vars(unseen).keys()
+        assert all(vars(unseen)[name] == value for name, value in vars(seen).items())
+    assert skipped > 40
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_two_hundred_steps_are_enough_and_hiccups_do_not_count(seed: int) -> None:
     times, machine = StepTimeModel(), Machine(seed, hiccups=0.05)

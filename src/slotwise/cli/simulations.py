@@ -167,7 +167,7 @@ OF_SESSIONS = {"found_share": "found", "computed": "computed", "ttft_mean": "ttf
                "session_mean": "session", "session_p99": "session p99"}  # figures, and their columns
 MAX_ERROR = 8000  # bytes read of an answer that is an error
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
-LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 
 def add(commands: Commands) -> None:

@@ -90,6 +90,13 @@ class BlockPool:
         self._free.extend(blocks)
         return blocks
 
+    def use_again(self, blocks: Iterable[int]) -> None:
+        """Let those of `blocks` that are cached count as released now."""
+        for block in blocks:
+            if block in self.cached:
+                self.cached.remove(block)
+                self.cached.add(block)
+
     def order_by(self, order: EvictionOrder) -> None:
         """Move the cached blocks to another order, which is empty."""
         for _ in range(len(self.cached)):

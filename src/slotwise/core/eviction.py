@@ -14,10 +14,9 @@ available, and the orders differ only in which goes first.
 Blocks are equally large, so seconds per byte are seconds per block.  They grow with the position in the prompt, because
 later tokens attend to more.
 
-`lru` gets blocks in the order of their release, the last one of a sequence first, so a prefix goes after its
-continuation, unless two requests computed it at once: then the first to end decides.  The other orders rank only
-*leaves*: cached blocks without a cached continuation, and a block becomes a leaf when its last one goes.  In them a
-prefix always goes after its continuation.  A heap of leaves takes O(log n) a block; entries out of date are skipped.
+A prefix goes after its continuation.  `lru` gets blocks in the order of their release, the last one of a sequence
+first.  The other orders rank only *leaves*: cached blocks without a cached continuation, and a block becomes a leaf
+when its last one goes.  A heap of leaves takes O(log n) a block; entries out of date are skipped.
 
     salt ◄── b0 ◄── b1 ◄── b2 ◄── b3      leaves: b3 and c2.  Evicting b3 makes b2 a leaf; b1 is one when b2 and c2
                      ▲                    have gone.
@@ -331,6 +330,8 @@ class Retained(Ranked):
             return
         tenant, until = request.spec.slo.tenant, self.now + seconds
         end = min(request.block_hashes.length, self._most)
+        if covered := request.spec.retain_tokens:
+            end = min(end, covered // self._price.block_size)
         for cached in self._last_blocks(request, end):
             known = self._claims.get(cached)
             if known is None or not known.is_hint or known.until <= until:

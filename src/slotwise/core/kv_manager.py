@@ -229,9 +229,17 @@ class KVManager:
                 self.host.drop(cached)
 
     def release(self, request: Request) -> None:
-        """Release all blocks, the last one first: a prefix is evicted after its continuation."""
+        """Release all blocks, the last one first: a prefix is evicted after its continuation.
+
+        Where another request computed the same prefix at the same time, the cache has that one's blocks, which may be
+        cached already: they are used again.
+        """
         self.pool.cached.released(request)
         self.pool.release(_last_first(request.tables))
+        entry = request.block_hashes.last if request.block_hashes.is_shared else None
+        while entry is not None:
+            self.pool.use_again([cached.block for cached in entry.cached])
+            entry = entry.parent
         for group in range(len(request.tables)):
             self._freed.pop((request.slot, group), None)
             self._expired.pop((request.slot, group), None)

@@ -115,18 +115,20 @@ class BlockHashes:
         owner: requests of the same owner may be told that a prompt is cached under another of its salts.
     """
 
-    __slots__ = ("digests", "last", "length", "owner", "parts", "salt")
+    __slots__ = ("digests", "is_shared", "last", "length", "owner", "parts", "salt")
 
     def __init__(self, salt: str, owner: str = "") -> None:
         self.salt = salt
         self.owner = owner
         self.parts: list[tuple[int, ...]] = []
         self.digests: list[int] = []
+        self.is_shared = False  # an entry has the block of another request that computed it at the same time
         self.last: Entry | None = None  # the last of the `length` entries
         self.length = 0  # blocks published or found
 
     def rewind(self) -> None:
         """Reset to the salt: the request released its blocks."""
+        self.is_shared = False
         self.last = None
         self.length = 0
 
@@ -269,6 +271,8 @@ class PrefixCache:
                 for cached, block in zip(entry.cached, blocks, strict=True):
                     if cached.block == NOWHERE:
                         self.put(cached, block)
+                    elif cached.block != block:
+                        block_hashes.is_shared = True
             else:
                 if entry is not None:
                     replaced.append(entry)

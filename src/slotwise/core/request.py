@@ -93,11 +93,12 @@ class RequestSpec:
     stop_lengths: tuple[int, ...] = ()  # lengths of the stop strings in characters, where `params` leaves them out
     session: str = ""  # a conversation's or an agent's name, as its tenant chose it; "": it has none
     retain: float = 0.0  # seconds for which its blocks are kept after its end, if others' running requests allow it
+    retain_tokens: int = 0  # tokens from the prompt's beginning that `retain` covers; 0: prompt and output
     cache_generation: int = 0  # times that the prefix cache was reset before: nothing from before is found
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
-        for name in ("adapter", "forced_length", "queue_timeout", "retain", "cache_generation"):
+        for name in ("adapter", "forced_length", "queue_timeout", "retain", "retain_tokens", "cache_generation"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
 

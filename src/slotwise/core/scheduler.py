@@ -807,8 +807,9 @@ class Scheduler:
         done = result.executed(plan)
         self._drafting.committed(step.requests, done.drafts, result.proposing)
         if self._learns or self._drafting.needs_step_times:
-            proposing = result.proposing.seconds if result.proposing else 0.0
-            self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), done.now + proposing, now)
+            started = done.now + (result.proposing.seconds if result.proposing else 0.0)
+            if done.drafts or done.padding or not self.times.skips(done.starts, done.counts, started, now):
+                self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), started, now)
         self.policy.served(step.requests, done.counts, result.tokens)
         published = NO_OUTCOME
         if self._discipline.leaves_together or self._held or plan.held:  # a pooled row holds no output

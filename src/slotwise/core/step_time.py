@@ -281,6 +281,19 @@ class StepTimeModel:
             return
         self.learn(work, ended - began)
 
+    def skips(self, starts: Sequence[int], counts: Sequence[int], started: float, ended: float) -> bool:
+        """Whether `step` would skip these rows as a routine step of decoding rows; if so, it need not be called.
+
+        Most steps are, and their work takes longer to sum up than all the rest here.
+        """
+        rows, passed = len(counts), self._passed[DECODE] + 1
+        sums = self._sizes.get(SIZES[DECODE][rows.bit_length()])
+        if (passed == ROUTINE or sums is None or sums.weight < FAMILIAR or ended <= started or ended <= self._last_end
+                or counts.count(1) < rows or (rows, _context_bits(max(starts) + 1)) not in self._met):
+            return False
+        self._passed[DECODE], self._last_end = passed, ended
+        return True
+
     def _is_routine(self, work: Work) -> bool:
         """Whether to skip a step of a familiar kind and size; one in ROUTINE is not skipped."""
         kind = self._kind(work)
@@ -346,7 +359,11 @@ def _size(work: Work, kind: str) -> str:
 
 def _graph_of(work: Work) -> tuple[int, int]:
     """Returns the key of a captured graph: number of rows, and the context up to a power of two."""
-    return work.rows, max(SHORT - 1, work.longest - 1).bit_length()
+    return work.rows, _context_bits(work.longest)
+
+
+def _context_bits(longest: int) -> int:
+    return max(SHORT - 1, longest - 1).bit_length()
 
 
 Matrix = list[list[float]]

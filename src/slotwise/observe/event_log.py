@@ -22,7 +22,7 @@ had.  In a file the entries that a `Gap` counts are lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,8 +89,22 @@ def check_format(line: bytes | str) -> None:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-PIECE = 256  # tokens
-MAX_PIECES = 1024  # of a prompt; those behind are told from all others
+FINE = 64  # pieces of a block each, with which a prompt begins
+
+
+def piece_ends(num_prompt: int, block_size: int) -> Iterator[int]:
+    """Yields where the pieces of a prompt end: at its first blocks, then at every second, every fourth, and so on.
+
+    So what two prompts share is known to within a few percent of it, and a long prompt has few pieces.
+    """
+    end, size = 0, block_size
+    while True:
+        for _ in range(FINE if size == block_size else FINE // 2):
+            end += size
+            if end > num_prompt:
+                return
+            yield end
+        size *= 2
 
 
 class _Entry(msgspec.Struct, tag_field="kind", omit_defaults=True, gc=False):
@@ -121,7 +135,7 @@ class RequestEntry(_Entry, tag="request"):
     ns: Ns  # sent to the engine
     num_prompt: Number
     add: Add  # as it was sent, in a file; a stream has `RequestSpec.public`
-    pieces: tuple[int, ...] = ()  # in the ring, which has no prompts: a digest for each PIECE tokens, up to its end
+    pieces: tuple[int, ...] = ()  # in the ring, which has no prompts: a digest up to each end of `piece_ends`
 
     @property
     def number(self) -> int:

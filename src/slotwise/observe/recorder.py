@@ -51,11 +51,6 @@ class Recorder(Observer):
         self._run: event_log.Run | None = None
         self._key = token_bytes(KEY)
 
-    @property
-    def keeps_pieces(self) -> bool:
-        """Whether prompts can be found again, so that a replay of the ring has to know which begin alike."""
-        return self._run is not None and self._run.limits.enable_prefix_caching
-
     def write_to(self, file: File) -> None:
         """Also writes to `file` from now on, prompts included."""
         self._file = file
@@ -107,18 +102,23 @@ class Recorder(Observer):
         entry = event_log.RequestEntry(now_ns, len(request.spec.prompt), request)
         if self._file is not None:
             self._file.write(line_of(entry))
-        pieces = self._pieces(request.spec) if self.keeps_pieces else ()
+        pieces = self._pieces(request.spec)
         entry = event_log.RequestEntry(
             now_ns, entry.num_prompt, Add(entry.number, request.spec.without_texts(), entry.timing, entry.id), pieces)
         self._show(entry, line_of(entry))
 
     def _pieces(self, spec: RequestSpec) -> tuple[int, ...]:
-        """Returns a digest of the prompt up to the end of each piece, under a key that no log contains."""
-        size = event_log.PIECE
-        running, found = blake2b(spec.salt.encode(), digest_size=DIGEST, key=self._key), []
-        for end in range(size, min(len(spec.prompt), event_log.MAX_PIECES * size) + 1, size):
-            running.update(array("q", spec.prompt[end - size : end]).tobytes())
+        """Returns a digest of the prompt up to the end of each piece, under a key that no log contains.
+
+        Empty where no prompt is found again: a replay of the ring need not know which begin alike.
+        """
+        if self._run is None or not self._run.limits.enable_prefix_caching:
+            return ()
+        running, found, start = blake2b(spec.salt.encode(), digest_size=DIGEST, key=self._key), [], 0
+        for end in event_log.piece_ends(len(spec.prompt), self._run.limits.block_size):
+            running.update(array("q", spec.prompt[start:end]).tobytes())
             found.append(int.from_bytes(running.digest()))
+            start = end
         return tuple(found)
 
     def _write(self, entry: Entry) -> None:

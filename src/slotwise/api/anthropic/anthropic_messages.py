@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Any, Literal
 
 import msgspec
 
-from slotwise.api.anthropic.messages_protocol import LONG, CountTokensRequest, MessagesRequest
+from slotwise.api.anthropic.messages_protocol import LONG, CountTokensRequest, MessagesRequest, up_to_breakpoint
 from slotwise.api.generate.choice import Choice, parts_of
 from slotwise.api.generate.context import Api
 from slotwise.api.generate.generate import Job, ValidatedRequest, respond
@@ -199,7 +201,30 @@ async def _message(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRe
     warn_of_unknown_keys(exchange, "messages", request.messages)
     warn_of_unknown_keys(exchange, "system", request.system)
     chat = await _as_chat(api, exchange, request)
-    return await validated_chat(api, exchange, chat, _stream if request.stream else _whole)
+    validated = await validated_chat(api, exchange, chat, _stream if request.stream else _whole)
+    if chat.prompt_cache_retention is None or request.retain is not None:
+        return validated
+    num_marked = await _num_up_to_breakpoint(api, exchange, request, validated.prompts[0])
+    return replace(validated, spec=replace(validated.spec, retain_tokens=num_marked))
+
+
+async def _num_up_to_breakpoint(
+    api: Api, exchange: HttpExchange, request: MessagesRequest, prompt: Sequence[int],
+) -> int:
+    """Tokens of a prompt up to its last part with a cache_control.
+
+    They are those with which the prompt without later parts begins, too.  All of them, if the template refuses that
+    prompt: hints are never refused.
+    """
+    if (marked := up_to_breakpoint(request)) is request:
+        return len(prompt)
+    try:
+        chat = await _as_chat(api, exchange, marked)
+        rendered = await api.text.prompts.of_chat(await conversation_of(api, exchange, chat), exchange.holder)
+    except ApiError:
+        return len(prompt)
+    pairs = zip(prompt, rendered.ids, strict=False)
+    return max(1, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))  # 0 stands for all tokens
 
 
 async def _as_chat(api: Api, exchange: HttpExchange, request: CountTokensRequest) -> ChatRequest:

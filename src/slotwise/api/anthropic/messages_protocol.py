@@ -7,7 +7,7 @@ Types are strict.  A known field is obeyed, accepted where it changes nothing, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import msgspec
 
@@ -40,6 +40,7 @@ TIERS = {"standard_only": "default"}  # Anthropic's names of tiers, and OpenAI's
 
 MAX_SESSION = 512  # characters of a user_id that name the session, too, as those of Claude Code do
 LONG: Literal["1h"] = "1h"  # a `ttl` of cache_control; any other is the default, 5m
+NEXT: list[Json] = [{"role": "user", "content": "."}]  # stands for the messages behind a breakpoint
 
 TOOL = ("type", "name", "description", "input_schema", "strict")  # keys of a tool
 NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
@@ -79,7 +80,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None  # turns reasoning on or off, where the template can; by default it decides
     output_config: OutputConfig | None = None  # `effort`, the template's `reasoning_effort`, and `format`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
-    cache_control: dict[str, Any] | None = None  # a hint: its prompt stays cached for the `ttl`, 5m or 1h
+    cache_control: dict[str, Any] | None = None  # a hint: the whole prompt stays cached for the `ttl`, 5m or 1h
     speed: Literal["standard"] | None = None  # changes nothing
     container: Any = None  # not supported
     context_management: Any = None  # nothing is cleared
@@ -168,14 +169,47 @@ def _function(index: int, tool: Json) -> Json:
 
 
 def cache_control_of(request: CountTokensRequest) -> Literal["5m", "1h"] | None:
-    """The longest retention that any part of the prompt asks for; the whole prompt is retained for it."""
+    """The longest retention that any part of the prompt asks for."""
     parts: list[object] = [{"cache_control": request.cache_control}, *(request.tools or ())]
     for content in (request.system, *[message.get("content") for message in request.messages]):
         parts += content if isinstance(content, list) else []
-    asked = [part["cache_control"] for part in parts if isinstance(part, dict) and part.get("cache_control")]
+    asked = [part["cache_control"] for part in parts if _is_marked(part)]
     if not asked:
         return None
     return LONG if any(isinstance(one, dict) and one.get("ttl") == LONG for one in asked) else "5m"
+
+
+def up_to_breakpoint(request: CountTokensRequest) -> CountTokensRequest:
+    """The request without what follows its last part with a cache_control; itself, if that is the prompt's end.
+
+    A prompt is its tools, its system message and its messages, in this order.  What is left ends with a short message
+    of the user's, if it had none of the user's at its end: the two prompts begin alike up to there.
+    """
+    if request.cache_control:
+        return request
+    for index, message in reversed(list(enumerate(request.messages))):
+        if (number := _num_up_to_mark(message.get("content"))) is None:
+            continue
+        if index == len(request.messages) - 1 and number == len(message["content"]):
+            return request
+        left = [*request.messages[:index], message | {"content": message["content"][:number]}]
+        return msgspec.structs.replace(request, messages=left if message.get("role") == "user" else [*left, *NEXT])
+    if (number := _num_up_to_mark(request.system)) is not None:
+        assert isinstance(request.system, list)
+        return msgspec.structs.replace(request, system=request.system[:number], messages=NEXT)
+    number = _num_up_to_mark(request.tools)
+    return request if number is None else msgspec.structs.replace(
+        request, tools=(request.tools or [])[:number], messages=NEXT)
+
+
+def _num_up_to_mark(parts: object) -> int | None:
+    """How many parts there are up to the last one with a cache_control; None: no part has one."""
+    marked = [number for number, part in enumerate(parts, 1) if _is_marked(part)] if isinstance(parts, list) else []
+    return marked[-1] if marked else None
+
+
+def _is_marked(part: object) -> TypeGuard[Json]:
+    return isinstance(part, dict) and bool(part.get("cache_control"))
 
 
 # -- content blocks ------------------------------------------------------------------------------------------------

@@ -245,12 +245,12 @@ def _retention(
             retain = 0.0
         if not SHORTEST <= retain <= LONGEST:
             raise bad_request(f"X-Retain: must be a number of seconds from {SHORTEST:g} to {LONGEST:g}", "retain")
-        spec = replace(spec, retain=retain)
+        spec = replace(spec, retain=retain, retain_tokens=0)
     if not spec.retain:
         return spec, 0
     limits, scheduling = api.engine.client.info.limits, api.engine.client.scheduling
     most = int(limits.num_blocks * scheduling.tenant_cache_share)
-    num_blocks = len(prompt) // limits.block_size
+    num_blocks = (spec.retain_tokens or len(prompt)) // limits.block_size
     objection = ""
     if not limits.enable_prefix_caching:
         objection = "this server has no prefix cache; start it with --enable-prefix-caching"

@@ -21,13 +21,15 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain, compress, islice, repeat
 from math import ceil
 from operator import mul, sub
+from statistics import fmean
 from typing import NamedTuple
 
 SERVED = ("stop", "length")  # the reasons of requests that were served whole
 REFUSED = "refused"  # the reason of a request that admission control did not accept
-WORDS = {"ttft_p50": "first token, p50", "ttft_p99": "first token, p99", "itl_p50": "between tokens, p50",
-         "itl_p99": "between tokens, p99", "output_throughput": "output tokens a second",
-         "goodput": "goodput, requests a second", "served": "requests served", "refused": "requests refused"}
+WORDS = {"ttft_mean": "first token, mean", "ttft_p50": "first token, p50", "ttft_p99": "first token, p99",
+         "itl_p50": "between tokens, p50", "itl_p99": "between tokens, p99",
+         "output_throughput": "output tokens a second", "goodput": "goodput, requests a second",
+         "served": "requests served", "refused": "requests refused"}
 BUCKETS = 1_000_000  # a second, of the values that quantiles are taken of
 
 
@@ -121,6 +123,7 @@ class Figures:
     requests: int
     served: int
     refused: int
+    ttft_mean: float
     ttft_p50: float
     ttft_p99: float
     itl_p50: float
@@ -144,7 +147,8 @@ def figures(requests: Sequence[SimulatedRequest], objectives: LatencyLimits = AN
     (ttft_p50, ttft_p99), (itl_p50, itl_p99) = first.quantiles(0.5, 0.99), gaps.quantiles(0.5, 0.99)
     return Figures(
         len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED],
-        ttft_p50, ttft_p99, itl_p50, itl_p99, sum(request.num_tokens for request in requests) * rate,
+        fmean(waits) if waits else 0.0, ttft_p50, ttft_p99, itl_p50, itl_p99,
+        sum(request.num_tokens for request in requests) * rate,
         sum(map(objectives.met, requests)) * rate)
 
 

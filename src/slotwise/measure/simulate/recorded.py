@@ -12,6 +12,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from slotwise.core.record import StepRecord
 from slotwise.core.scheduler_limits import SchedulerLimits
@@ -164,7 +165,7 @@ class _Reader:
         self._has_predictions |= bool(spec.prediction)
         self.recording.num_prompt[entry.number] = entry.num_prompt
         return Add(entry.number, replace(
-            spec, prompt=spec.prompt or _prompt_of(entry),
+            spec, prompt=spec.prompt or _prompt_of(entry, self.recording.run.limits.block_size),
             params=replace(spec.params, grammar=None), stop_lengths=(), kv=None), name=entry.id)
 
     def _keep(self, step: StepRecord) -> None:
@@ -198,10 +199,12 @@ class _Reader:
             request.ended, request.reason = step.ended_ns * NS, end.reason
 
 
-def _prompt_of(entry: event_log.RequestEntry) -> tuple[int, ...]:
+def _prompt_of(entry: event_log.RequestEntry, block_size: int) -> tuple[int, ...]:
     """Returns token ids for a prompt that is not known: equal for equal pieces, and else no other prompt's."""
-    pieces = [PIECES + piece for piece in entry.pieces for _ in range(event_log.PIECE)]
-    return (*pieces, *(OWN + entry.number for _ in range(entry.num_prompt - len(pieces))))
+    found: list[int] = []
+    for piece, end in zip(entry.pieces, event_log.piece_ends(entry.num_prompt, block_size), strict=False):
+        found += repeat(PIECES + piece, end - len(found))
+    return (*found, *repeat(OWN + entry.number, entry.num_prompt - len(found)))
 
 
 class _Measured:

@@ -103,7 +103,8 @@ def _retained(
     found = []
     for at, command in traffic:
         if isinstance(command, Add) and (seconds := retain.get(command.spec.session, retain.get(EVERY, 0.0))):
-            command = Add(command.request_id, replace(command.spec, retain=seconds), command.timing, command.name)
+            spec = replace(command.spec, retain=seconds, retain_tokens=0)
+            command = Add(command.request_id, spec, command.timing, command.name)
         found.append((at, command))
     return found
 

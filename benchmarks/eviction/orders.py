@@ -7,7 +7,7 @@
 Scheduler, prefix cache and orders are the server's; times are those of a data sheet (docs/simulator.md).  Each cache
 has a share of the blocks that the traffic needs altogether.
 
-usage: python -m benchmarks.eviction --trace JSONL --json FILE [--minutes 10] [--seeds 1 2] [--shares 0.125 0.25 0.5]
+usage: python -m benchmarks.eviction orders --trace JSONL --json FILE [--minutes 10] [--seeds 1 2] [--shares 0.125 0.5]
 
 What the file has of other traffic, seeds, shares and orders stays in it.
 """

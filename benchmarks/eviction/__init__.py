@@ -1,0 +1,1 @@
+"""Compares orders of eviction in simulation, and what-ifs with real servers."""

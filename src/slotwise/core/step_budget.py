@@ -18,11 +18,14 @@ from slotwise.core.step_time import NO_WORK, StepTimeModel, Work
 MOST = 4.0  # stall limits that a step may last for at most, however many prompts start
 WHOLE = 2.5  # stall limits that it may last for if a prompt completes in it
 SHARE = 2.0  # times the decoding rows' own time, always allowed: prompts get half of a full step
+FEW = 0.5  # newcomers for each decoding row that wait without lengthening steps
+EVEN = 64.0  # stall limits: a gap this long costs a stream as much as a first token that is late by as long
 
 
 class StallLimit(NamedTuple):
     """How long a step with prefill chunks may take beside decoding rows, in seconds."""
 
+    free: float  # while few requests wait
     seconds: float
     whole: float  # if it computes a whole prompt: chunking a short one delays the rows, and the prompt, longer in total
 
@@ -30,19 +33,27 @@ class StallLimit(NamedTuple):
 def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
     """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
 
-    A step of `bound` seconds delays each decoding row as much as it advances each newcomer.  If newcomers outnumber
-    decoding rows, the limit grows by that ratio: a burst is computed at nearly full speed, a few long prompts in small
-    chunks.
+    Up to half as many newcomers as decoding rows wait at the streams' pace.  More of them lengthen the step.  Of T seconds
+    the k decoding rows alone take d, which leaves T - d for prompts: a second's worth of these takes 1 / (T - d) steps,
+    whose d delay half of the w newcomers beyond k/2, on average.  A gap of T costs each decoding row T² / g, since many
+    short gaps are no worse for a reader than few:
+
+        cost(T) = (w/2 · d + k · T² / g) / (T - d)      least at      T = d + √(d² + g · d · w / 2k)
+
+    So a burst is computed at nearly full speed, and a few prompts in steps of `bound`.
 
     Args:
-        bound: seconds; the limit if newcomers do not outnumber decoding rows, and these leave time for prompts.
+        bound: seconds; the limit if few newcomers wait, and the decoding rows leave time for prompts.
         contexts: computed tokens of each decoding request; at least one request.
         num_newcomers: running requests without a token, and waiting ones that get a slot.
     """
-    decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
-    plain = max(bound, SHARE * times.seconds(decode))
-    seconds = plain * min(MOST, max(1.0, num_newcomers / len(contexts)))
-    return StallLimit(seconds, max(seconds, WHOLE * plain))
+    rows = len(contexts)
+    decode = times.seconds(Work(rows, rows, sum(contexts) + rows, 0.0))
+    free = max(bound, SHARE * decode)
+    many = max(0.0, num_newcomers - FEW * rows)
+    best = decode + math.sqrt(decode**2 + EVEN * bound * decode * many / (2 * rows))
+    seconds = min(MOST * free, max(free, best))
+    return StallLimit(free, seconds, max(seconds, WHOLE * free))
 
 
 class StepBudget:
@@ -61,7 +72,7 @@ class StepBudget:
         self._times = times
         self._limit = limit
         self._start_limit = start_limit
-        self._stall = stall or StallLimit(limit, limit)
+        self._stall = stall or StallLimit(limit, limit, limit)
         self._work = NO_WORK
 
     @property
@@ -72,7 +83,7 @@ class StepBudget:
     @property
     def stalls(self) -> int:
         """Number of stall limits that the step planned so far lasts for; at least 1."""
-        return max(1, math.ceil(self._times.seconds(self._work) / self._stall.seconds))
+        return max(1, math.ceil(self._times.seconds(self._work) / self._stall.free))
 
     def lets_begin(self, start: int, count: int) -> bool:
         """Whether a waiting request may start with `count` tokens."""
@@ -97,7 +108,7 @@ class StepBudget:
         Args:
             stalls: stall limits that the step may last for; above 1 only if all decoding rows pause.
         """
-        seconds = min(self._limit, self._stall.seconds * stalls)
+        seconds = min(self._limit, self._stall.seconds if stalls == 1 else self._stall.free * stalls)
         if self._takes(start, wanted, seconds):
             return wanted
         fits, too_many = 0, wanted

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 
 import pytest
 
@@ -12,9 +14,9 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Observer
 from slotwise.measure.simulate.figures import REFUSED, Distribution, LatencyLimits, SimulatedRequest, figures
 from slotwise.measure.simulate.machines import ModelShape, described, names, setup_of
-from slotwise.measure.simulate.pace import LearnedPace
+from slotwise.measure.simulate.pace import CostPace, LearnedPace
 from slotwise.measure.simulate.simulator import AdapterLoad, InstantKVLink, Server, simulate, simulate_apart, traffic_of
-from slotwise.measure.workload.distributions import AtOnce, Closed, Fixed, Poisson, Uniform
+from slotwise.measure.workload.distributions import AtOnce, Closed, Fixed, LogNormal, Poisson, Uniform
 from slotwise.measure.workload.workloads import Recipe, Workload, generate
 
 SMALL = ModelShape(  # 135 million weights, 30 layers
@@ -43,6 +45,21 @@ def test_a_machine_of_more_bandwidth_is_faster():
     slow, fast = (figures(list(served(setup_of(name, SMALL, EngineConfig.of(model="")), 5.0).values()))
                   for name in ("xeon", "h200"))
     assert fast.itl_p50 < slow.itl_p50 and fast.ttft_p50 < slow.ttft_p50
+
+
+def test_first_tokens_of_a_burst_come_almost_as_soon_as_without_streams_and_gaps_stay_within_four_limits():
+    def cost(work: Work) -> float:
+        return 0.009 + 0.00085 * work.rows + 0.00057 * (work.tokens - work.rows) if work.rows else 0.0
+
+    config = EngineConfig.of(model="", max_num_batched_tokens=576, max_stall_ms=70)
+    setup = replace(setup_of("epyc", SMALL, config), pace=CostPace(cost))
+    burst = generate(Recipe(64, LogNormal(128, 0.9, 1024), LogNormal(64, 0.9, 512), AtOnce()), 92)
+    prompts = replace(burst, requests=tuple(replace(one, num_output=1) for one in burst.requests))
+    alone, found = (list(simulate(traffic_of(each), [Server(setup)]).values()) for each in (prompts, burst))
+    first, without = ([one.ttft for one in each] for each in (found, alone))
+    assert first == sorted(first), "no request passes another"
+    assert median(first) < 1.1 * median(without)
+    assert max(later - earlier for one in found for earlier, later in pairwise(one.token_times)) <= 0.280
 
 
 def test_the_same_seed_gives_the_same_times_to_the_bit():

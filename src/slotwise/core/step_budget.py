@@ -33,10 +33,10 @@ class StallLimit(NamedTuple):
 def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
     """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
 
-    Up to half as many newcomers as decoding rows wait at the streams' pace.  More of them lengthen the step.  Of T seconds
-    the k decoding rows alone take d, which leaves T - d for prompts: a second's worth of these takes 1 / (T - d) steps,
-    whose d delay half of the w newcomers beyond k/2, on average.  A gap of T costs each decoding row T² / g, since many
-    short gaps are no worse for a reader than few:
+    Up to half as many newcomers as decoding rows wait at the streams' pace.  More of them lengthen the step.  Of its T
+    seconds the k decoding rows alone take d, which leaves T - d for prompts: a second's worth of these takes
+    1 / (T - d) steps, whose d delay half of the w newcomers beyond k/2, on average.  A gap of T costs each decoding row
+    T² / g, since a reader notices a long gap more than short ones of the same sum:
 
         cost(T) = (w/2 · d + k · T² / g) / (T - d)      least at      T = d + √(d² + g · d · w / 2k)
 

@@ -96,6 +96,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", lifecycle.SLEEP, lifecycle.sleep),
     ("POST", lifecycle.WAKE_UP, lifecycle.wake_up),
     ("GET", "/is_sleeping", lifecycle.is_sleeping),
+    ("POST", lifecycle.RESET, lifecycle.reset_prefix_cache),
     ("POST", lifecycle.LOAD_MODEL, lifecycle.load_model),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),

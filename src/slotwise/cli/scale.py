@@ -32,6 +32,7 @@ OF_THE_DOOR = frozenset((  # options of `slotwise serve` that mean something wit
     "allow_credentials", "ui", "root_path", "kv_transfer_secret_file"))
 NOT_SHARED = {  # options that several replicas of a machine cannot have in common
     "event_log": "each replica would write it", "cpu_threads": "the processors are divided among the replicas",
+    "kv_disk": "one engine uses a folder at a time",
     "ssl_certfile": "let a proxy before it speak TLS"}
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotwise.api.limits.server_settings import MODEL, LoraModule, ServerSettings
@@ -37,7 +38,7 @@ from slotwise.core.setting_fields import make, settings_of, whole
 from slotwise.core.speculation.speculation_settings import PREDICTION, Speculation
 from slotwise.core.transfer.kv_transfer_config import SECRET, secret_of
 from slotwise.engine.config import TRANSFERS, EngineConfig, ModelOptions
-from slotwise.errors import printable
+from slotwise.errors import described, printable
 from slotwise.observe.lines import final
 from slotwise.platform import child
 from slotwise.platform.host import processors
@@ -187,6 +188,7 @@ def _run(asked: argparse.Namespace) -> int:
     config = EngineConfig.of(**engine_settings(asked) | {
         "model": model, "tiers": tuple([served.tier for served in settings.tiers]),
         "kv_transfer_config": transfer and replace(transfer, secret=secret)})
+    tenant_secret = _tenant_secret(config)
     options = make(ModelOptions, given_settings(asked, ModelOptions))
     if asked.event_log:
         check(asked.event_log, overwrite=asked.overwrite_event_log)
@@ -202,7 +204,19 @@ def _run(asked: argparse.Namespace) -> int:
 
     return run_server(config, replace(
         settings, notices=tuple(lines), engine_environment=variables, sampling_defaults=defaults,
-        pooling_defaults=pooling, kv_transfer_secret=secret), options, engine)
+        pooling_defaults=pooling, kv_transfer_secret=secret, tenant_secret=tenant_secret), options, engine)
+
+
+def _tenant_secret(config: EngineConfig) -> bytes:
+    """The secret of tenants' names that blocks on disk need; empty without these.  Raises ValueError."""
+    if config.kv_disk is None:
+        return b""
+    from slotwise.engine.kv_disk import tenant_secret
+
+    try:
+        return tenant_secret(Path(config.kv_disk))
+    except OSError as error:
+        raise ValueError(f"--kv-disk {config.kv_disk}: {described(error)}") from error
 
 
 def found_for(asked: argparse.Namespace, notices: list[str]) -> FoundModel:

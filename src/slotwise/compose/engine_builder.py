@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -39,6 +42,7 @@ from slotwise.compute.model.decoder import Decoder, DecoderSizes, HeadStage
 from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.generation_config import named_file
 from slotwise.compute.model.layer_groups import LayerGroups, cache_shapes
+from slotwise.compute.model.layers.rope import LongRope
 from slotwise.compute.model.loading import UnreadModel, describe
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
@@ -69,12 +73,14 @@ from slotwise.core.transfer.sender import Sender
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import AdapterStore, Executor
-from slotwise.engine.kv_link import TransferLink
+from slotwise.engine.kv_disk import DiskLink, DiskStore
+from slotwise.engine.kv_link import KVLink, TransferLink
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.errors import CheckpointError, described
 from slotwise.observe.step_time_store import load_or_learn
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
+from slotwise.version import __version__
 
 if TYPE_CHECKING:
     from slotwise.compose.ranks import Ranks
@@ -370,6 +376,32 @@ def linked(
     return TransferLink(sender, receiver, limits.block_size)
 
 
+def stored(
+    config: EngineConfig, decoder: Decoder, pieces: Sequence[Tensor], scheduler: Scheduler, content: str,
+) -> DiskLink:
+    """Returns what stores blocks on disk.
+
+    Args:
+        pieces: the caches, as `[blocks, ...]`.
+        content: digest of all that the checkpoint holds.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    is_long = any(isinstance(rope, LongRope) for rope in decoder.config.ropes)  # its longest sequence decides
+    blocks = HostCacheBlocks(pieces, f"{scheduler.limits.block_size} tokens of model {content}")
+    identity = repr((
+        __version__, blocks.layout, config.quantization, decoder.kernels.name, platform.machine(),
+        torch.backends.cpu.get_cpu_capability(), decoder.kernels.product_path(decoder.config.dtype),
+        scheduler.limits.max_model_len if is_long else 0))
+    try:
+        store = DiskStore(Path(config.kv_disk or ""), blocks.block_bytes, int(config.kv_disk_size * 2**30),
+                          config.kv_disk_max_age)
+    except OSError as error:
+        raise ConfigError(f"kv_disk {config.kv_disk}: {described(error)}") from error
+    return DiskLink(store, blocks, scheduler, identity, roam)
+
+
 CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/cpu/products/packing.py",
         "compute/kernels/cpu/products/quantize.py", "compute/kernels/matrix.py", "compute/model/**/*.py")
 """What determines which panels a checkpoint becomes."""
@@ -512,12 +544,13 @@ class Loaded:
     """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
     def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *, checkpoint: str = "",
-                 identity: str = "", vocabulary: Vocabulary | None = None, draft: Decoder | None = None,
-                 ranks: Ranks | None = None) -> None:
+                 identity: str = "", content: Callable[[], str] = lambda: "", vocabulary: Vocabulary | None = None,
+                 draft: Decoder | None = None, ranks: Ranks | None = None) -> None:
         self._ranks = ranks
         self._name = name
         self._checkpoint = checkpoint
         self._identity = identity
+        self._content = content
         self._device = device
         self._decoder = decoder
         self._warming = warming
@@ -596,10 +629,13 @@ class Loaded:
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times,
                               proposer_of(info.speculation, times))
+        link: KVLink | None = linked(config.kv_transfer_config, runner, pieces, limits, self._identity)
+        disk = stored(config, decoder, pieces, scheduler, self._content()) if config.kv_disk is not None else None
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=DeviceExpertCounts(ends) if (ends := decoder.expert_ends) else None,
-                        memory=lent, adapters=self.adapters,
-                        kv_link=linked(config.kv_transfer_config, runner, pieces, limits, self._identity))
+                        memory=lent, adapters=self.adapters, kv_link=link or disk)
+        if disk is not None:
+            weakref.finalize(engine, disk.close).atexit = False  # its threads refer to the cache
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
@@ -735,6 +771,7 @@ def load(
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
     identity = fingerprint(folder, is_timed=False) if config.kv_transfer_config is not None else ""
+    content = _digested(folder) if config.kv_disk is not None else (lambda: "")
     draft_model = DraftCheckpoint.of(config) if joining is None else None  # rank 0 alone proposes
     if draft_model is not None:
         checkpoint += fingerprint(draft_model.folder)
@@ -755,7 +792,15 @@ def load(
         decoder = read_weights(config, unread, kernels, folder, progress)
         draft = None if found.draft is None else found.draft.read(config.max_model_len, partial(progress, "weights"))
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, identity=identity,
-                  vocabulary=vocabulary, draft=draft, ranks=ranks)
+                  content=content, vocabulary=vocabulary, draft=draft, ranks=ranks)
+
+
+def _digested(folder: Path) -> Callable[[], str]:
+    """Digests a checkpoint's content while its weights are read; returns what waits for the digest."""
+    pool = ThreadPoolExecutor(1, "digest")
+    digest = pool.submit(content_digest, folder)
+    pool.shutdown(wait=False)
+    return digest.result
 
 
 def _warm_up(decoder: Decoder) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -38,6 +39,8 @@ from slotwise.engine.messages import (
     LoadAdapter,
     Loading,
     QueuePositionQuery,
+    RemoveStored,
+    StoredRemoved,
     UnloadAdapter,
 )
 from slotwise.errors import OneLineError, described, one_line
@@ -139,12 +142,25 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel, lo
             channel.send(encode(engine.divergences(command)))
         elif isinstance(command, GiveBack):
             channel.send(encode(GivenBack(engine.give_back())))
+        elif isinstance(command, RemoveStored):
+            _remove(engine, channel, command)
         elif isinstance(command, LoadAdapter):
             loading.load(command)
         elif isinstance(command, UnloadAdapter):
             engine.unload_adapter(command.number)
         else:
             engine.handle(command)
+
+
+def _remove(engine: Engine, channel: BlockingChannel, command: RemoveStored) -> None:
+    """Removes files on a thread of its own, which reports when none is left."""
+    remove = engine.remove_stored(command.tenant)
+
+    def run() -> None:
+        with contextlib.suppress(ChannelClosed):
+            channel.send(encode(StoredRemoved(command.number, remove())))
+
+    threading.Thread(target=run, name="remove-stored", daemon=True).start()
 
 
 def end(run: Callable[[], int]) -> NoReturn:

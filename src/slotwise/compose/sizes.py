@@ -288,11 +288,13 @@ def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, stagi
 
 
 def check_transfers(config: EngineConfig, limits: SchedulerLimits, kernels: Kernels) -> None:
-    """Raises ConfigError where the blocks of this model cannot travel."""
-    if config.kv_transfer_config is None:
-        return
-    if kernels.device.type != "cpu":
-        raise ConfigError(f"kv_transfer_config needs device cpu, not {kernels.device.type}")
-    if any(limits.windows):
-        raise ConfigError("kv_transfer_config is not supported with windowed attention or recurrent states: leave it "
-                          "out")
+    """Raises ConfigError where the blocks of this model cannot travel, or be stored on disk."""
+    for name in ("kv_transfer_config", "kv_disk"):
+        if getattr(config, name) is None:
+            continue
+        if kernels.device.type != "cpu":
+            raise ConfigError(f"{name} needs device cpu, not {kernels.device.type}")
+        if any(limits.windows):
+            raise ConfigError(f"{name} is not supported with windowed attention or recurrent states: leave it out")
+        if limits.whole_prompts:
+            raise ConfigError(f"{name} is not supported with a model that computes whole prompts: leave it out")

@@ -2,6 +2,7 @@
 
 FOUND = "found"  # on the device
 FOUND_IN_HOST = "found_in_host"  # in host memory, and copied back
+FOUND_ON_DISK = "found_on_disk"  # in files, and read
 RECEIVED = "received"  # another engine computed it
 NEW = "new"  # not cached for this tenant, or evicted so long ago that this is forgotten
 DIVERGED = "diverged"  # it differs from the nearest cached prompt of the same salt
@@ -15,6 +16,6 @@ LAST_BLOCK = "last_block"  # the block of the last token, which is always comput
 WHOLE_PROMPT = "whole_prompt"  # the request needs results at every position of its prompt
 DISABLED = "disabled"  # prefix caching is off
 
-CAUSES = (FOUND, FOUND_IN_HOST, RECEIVED, NEW, DIVERGED, EVICTED, RESET, OTHER_SALT, OTHER_ADAPTER, LOAD_LIMIT,
-          TOO_SHORT, LAST_BLOCK, WHOLE_PROMPT, DISABLED)
-NOT_COMPUTED = (FOUND, FOUND_IN_HOST, RECEIVED)
+CAUSES = (FOUND, FOUND_IN_HOST, FOUND_ON_DISK, RECEIVED, NEW, DIVERGED, EVICTED, RESET, OTHER_SALT, OTHER_ADAPTER,
+          LOAD_LIMIT, TOO_SHORT, LAST_BLOCK, WHOLE_PROMPT, DISABLED)
+NOT_COMPUTED = (FOUND, FOUND_IN_HOST, FOUND_ON_DISK, RECEIVED)

@@ -100,6 +100,8 @@ class KVManager:
         The request is about to get `allocation`: allocating evicts.
         """
         num_tokens = len(request.tokens)
+        if request.tables and request.num_on_disk:
+            return self._read_from_disk(request, allocation.num_computed)
         if request.tables:  # landed: its prompt came from another engine
             found = allocation.num_computed - request.num_received
             spans = [PromptSpan(found, cache_causes.FOUND), PromptSpan(allocation.num_computed, cache_causes.RECEIVED),
@@ -111,6 +113,13 @@ class KVManager:
         if request.computes_whole_prompt and not request.num_output:
             return (PromptSpan(num_tokens, cache_causes.WHOLE_PROMPT),)
         return (*self._found(allocation), *self.prompts.missed(request, allocation.found))
+
+    def _read_from_disk(self, request: Request, num_computed: int) -> tuple[PromptSpan, ...]:
+        entries = self.prefix.chain(request.block_hashes, request.tokens, num_computed)
+        in_memory = num_computed - request.num_received
+        spans = [PromptSpan(in_memory, cache_causes.FOUND)] if in_memory else []
+        spans += [PromptSpan(num_computed, cache_causes.FOUND_ON_DISK)] if request.num_received else []
+        return (*spans, *self.prompts.missed(request, entries))
 
     def _found(self, allocation: Allocation) -> list[PromptSpan]:
         if not allocation.on_host:

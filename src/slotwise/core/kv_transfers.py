@@ -1,4 +1,4 @@
-"""Prompts whose keys and values one engine computes and another one uses.
+"""Prompts whose keys and values one engine computes and another one uses, or that are read from this engine's disk.
 
     producer   RUNNING ──last chunk──► FINISHED, its blocks pinned ──acknowledged, late, or needed──► released
                   │ blocks of each committed chunk
@@ -10,6 +10,9 @@ between steps or during them, and keeps them in the queue for a slot.  What has 
 published like blocks computed here.  At least the last token of a prompt is computed here, because sampling needs its
 logits.  A request asks once: when it has lost its blocks to others that need them, or was preempted, it computes its
 prompt like any other.
+
+A new request whose prompt begins with blocks on disk (`engine/kv_disk.py`) waits for these like one whose prompt
+another engine computes, and then computes the rest.
 
 A pin is a reference of its own, so a pinned block is neither reused nor evicted.  Nothing forces another engine to ask
 for it, and prompts may never arrive.  So tenants share (`core/tenant_capacity.py`) the blocks that pins may keep, where
@@ -150,6 +153,11 @@ class KVTransfers:
     def first_missing(self, request: Request) -> int:
         """Index of the first block of its prompt that is not computed."""
         return request.num_computed // self._block_size
+
+    def is_missing_blocks(self, request: Request) -> bool:
+        """Whether a request that has landed lacks blocks that it waits for: all of its prompt, or those on disk."""
+        wanted = min(request.num_on_disk * self._block_size or len(request.tokens), len(request.tokens) - 1)
+        return request.num_computed < wanted
 
     def pop_unwanted(self) -> list[Request]:
         """Returns the requests since the last call that will not ask: all is cached here, or they have ended."""

@@ -49,8 +49,8 @@ class CachedBlock:
 class Entry:
     """A published block of tokens: computed, and never written again."""
 
-    __slots__ = ("before", "cached", "digest", "latest_child", "newer", "number", "older", "parent", "position",
-                 "salt", "tokens")
+    __slots__ = ("before", "cached", "content_key", "digest", "latest_child", "newer", "number", "older", "parent",
+                 "position", "salt", "tokens")
 
     def __init__(
         self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, blocks: Sequence[int],
@@ -65,6 +65,7 @@ class Entry:
         self.cached: tuple[CachedBlock, ...] = tuple([  # by group
             CachedBlock(self, *one) for one in zip(parents, blocks, strict=True)])
         self.salt = ""
+        self.content_key = b""  # a digest of everything up to it that is the same in every process; b"": not made
         self.parent: Entry | None = None  # the entry before, or the root of its salt
         self.latest_child: Entry | None = None
         self.older: Entry | None = None  # siblings, by when they were published
@@ -161,6 +162,7 @@ class PrefixCache:
         self._salts: dict[str, dict[str, None]] = {}  # by owner, those of `_roots`
         self._of_block: dict[int, CachedBlock] = {}
         self._numbers = count()
+        self.new_entries: list[Entry] | None = None  # published since they were read last; None: they are not read
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -195,6 +197,16 @@ class PrefixCache:
         """The digest of block `index` of a request's `tokens`."""
         self._extend(block_hashes, tokens, index)
         return block_hashes.digests[index]
+
+    def tokens_of(self, block_hashes: BlockHashes, tokens: Sequence[int], num_blocks: int) -> Sequence[tuple[int, ...]]:
+        """The first `num_blocks` blocks of a request's `tokens`."""
+        self._extend(block_hashes, tokens, num_blocks - 1)
+        return block_hashes.parts[:num_blocks]
+
+    @property
+    def salts(self) -> Sequence[str]:
+        """The salts of cached prompts."""
+        return tuple(self._roots)
 
     def with_digest(self, digest: int) -> Entry | None:
         return self._entries.get(digest)
@@ -283,6 +295,8 @@ class PrefixCache:
                 entry.link(self._make_root(block_hashes) if last is None else last)
                 for cached in entry.cached:
                     self._of_block[cached.block] = cached
+                if self.new_entries is not None:
+                    self.new_entries.append(entry)
             before, last = entry.number, entry
         block_hashes.last, block_hashes.length = last, end
         return replaced

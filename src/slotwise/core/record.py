@@ -113,6 +113,26 @@ class ReceivedBlocks(NamedTuple):
     failure: str = ""  # why others will not
 
 
+class PrefixOnDisk(NamedTuple):
+    """A new request's prompt begins with blocks that are on disk, and that are read sooner than they are computed."""
+
+    request_id: int
+    num_blocks: int  # of the prompt, from its first block on; those that are cached in memory are not read
+    timeout: float  # seconds; what is not read within it is computed
+
+
+class DiskNews(NamedTuple):
+    """What happened on the disk under the prefix cache since the last record."""
+
+    found: tuple[PrefixOnDisk, ...] = ()
+    arrivals: tuple[ReceivedBlocks, ...] = ()  # blocks that were read
+    num_written: int = 0  # blocks
+    num_read: int = 0  # blocks
+    num_dropped: int = 0  # blocks that were not written: too many waited, their memory was needed, or the disk failed
+    num_damaged: int = 0  # files that were not what their names said
+    num_bytes: int = 0  # that all files take
+
+
 class Decision(NamedTuple):
     """A request that was not planned, and the reason (`core/reasons.py`)."""
 
@@ -310,6 +330,7 @@ class Inputs(NamedTuple):
     arrivals: tuple[ReceivedBlocks, ...] = ()  # blocks of prompts that other engines have computed
     acknowledged: tuple[str, ...] = ()  # transfers whose blocks other engines have read
     configured: object = None  # the `engine.scheduling.Scheduling` applied since, from the next plan on; None: none
+    disk: DiskNews | None = None  # None: nothing happened there
 
 
 class Outcome(NamedTuple):

@@ -35,7 +35,7 @@ from slotwise.core.scheduler_limits import SLO
 
 class State(Enum):
     WAITING = "waiting"  # in the queue, not yet admitted
-    WAITING_FOR_KV = "waiting_for_kv"  # in the queue for blocks (`kv_transfers.py`): another engine computes its prompt
+    WAITING_FOR_KV = "waiting_for_kv"  # in the queue for blocks (`kv_transfers.py`) of another engine or of the disk
     RUNNING = "running"  # holds a slot and blocks
     PREEMPTED = "preempted"  # slot and blocks released; in the queue, to be recomputed
     FINISHED = "finished"  # ended, with a finish reason
@@ -64,13 +64,14 @@ class Output(Enum):
 
 
 class KVTransfer(NamedTuple):
-    """How the blocks of a request's prompt travel between engines (`core/kv_transfers.py`)."""
+    """How the blocks of a request's prompt travel between engines, or come from disk (`core/kv_transfers.py`)."""
 
     transfer_id: str  # the same in both engines
     sends: bool  # True: the blocks are computed here and sent; False: they are received
     timeout: float  # seconds to wait for the next blocks, or to keep those of an ended request
     host: str = ""  # of the engine that sends
     port: int = 0  # of the engine that sends
+    num_on_disk: int = 0  # first blocks of the prompt, which are read from this engine's disk; 0: an engine sends them
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +209,14 @@ class Request:
         self.kv = spec.kv  # None once it neither sends nor expects blocks any more
         self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
         self.num_retained = 0  # tokens whose blocks its retention claims since it released them
-        self.num_received = 0  # tokens whose keys and values another engine has sent
+        self.num_received = 0  # tokens whose keys and values another engine has sent, or which were read from disk
         # A number of known tokens, and the tokens that its grammar forces after them.
         self.forced: tuple[int, tuple[int, ...]] = (0, ())
+
+    @property
+    def num_on_disk(self) -> int:
+        """The first blocks of its prompt that are read from disk instead of computed."""
+        return 0 if self.kv is None else self.kv.num_on_disk
 
     @property
     def blocks(self) -> list[int]:

@@ -81,6 +81,7 @@ from slotwise.core.record import (
     Logprobs,
     NewRequest,
     Outcome,
+    PrefixOnDisk,
     ReceivedBlocks,
     RequestEnd,
     RowKind,
@@ -89,7 +90,7 @@ from slotwise.core.record import (
     Stop,
     Tokens,
 )
-from slotwise.core.request import NO_SLOT_HELD, Request, State
+from slotwise.core.request import NO_SLOT_HELD, KVTransfer, Request, State
 from slotwise.core.scheduler_limits import ERROR, SchedulerLimits
 from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.core.waiting_queue import Lane, WaitingQueue
@@ -289,8 +290,21 @@ class Scheduler:
             if objection:
                 self._reject(request, objection, now)
 
+    def found_on_disk(self, found: PrefixOnDisk, now: float) -> None:
+        """Let a new request wait for the blocks of its prompt that are on disk.  Does nothing for any other."""
+        request = self.unfinished.get(found.request_id)
+        if request is None or request.state is not State.WAITING or request.kv is not None:
+            return
+        self.waiting.remove(request)
+        request.kv = KVTransfer("", sends=False, timeout=found.timeout, num_on_disk=found.num_blocks)
+        request.transition(State.WAITING_FOR_KV)
+        self._enqueue(request, now)
+
     def received(self, arrival: ReceivedBlocks, now: float) -> None:
-        """Count blocks that another engine has sent as computed.  Does nothing for a request that waits for none."""
+        """Count blocks that have arrived, from another engine or from disk, as computed.
+
+        Does nothing for a request that waits for none.
+        """
         request = self.unfinished.get(arrival.request_id)
         if request is None or request.state is not State.WAITING_FOR_KV or not request.tables:
             return
@@ -391,7 +405,7 @@ class Scheduler:
                 continue
             request.start_from(self.kv.allocate(request, allocation, now))
             self.transfers.land(request)
-            if request.num_computed < len(request.tokens) - 1:
+            if self.transfers.is_missing_blocks(request):
                 self.transfers.await_blocks(request, now)
             else:
                 self.transfers.unwanted.append(request)
@@ -912,7 +926,7 @@ class Scheduler:
         request.start_from(self.kv.allocate(request, allocation, builder.now))
         request.transition(State.RUNNING)
         self.policy.admitted(request, builder.now)
-        cached = request.num_computed - request.num_received
+        cached = request.num_computed - (0 if request.num_on_disk else request.num_received)
         builder.admitted.append(Admission(request.request_id, cached))
         builder.new_requests.append(NewRequest(
             request.request_id, request.slot, request.spec, tuple(sorted(request.stop_ids)),

@@ -38,8 +38,10 @@ from slotwise.engine.messages import (
     Query,
     QueuePositionAnswer,
     QueuePositionQuery,
+    RemoveStored,
     RequestPosition,
     StepOutputs,
+    StoredRemoved,
     UnloadAdapter,
 )
 from slotwise.engine.record_codec import StepReport, unpacked
@@ -246,6 +248,7 @@ class EngineClient:
         self._lost = asyncio.Event()
         self._positions = Queries[RequestPosition]()
         self._divergences = Queries[DivergedTokens]()
+        self._removals = Queries[int]()
         self._given_back = GiveBackAnswer()
         self._adapters = AdapterLoads()
         self._unsent = UnsentCommands()
@@ -408,6 +411,15 @@ class EngineClient:
         """
         return await self._divergences.ask(lambda number: self._ask(DivergenceQuery(number, tuple(request_ids))))
 
+    async def remove_stored(self, tenant: str | None = None) -> int:
+        """Removes the blocks on disk of a tenant, or all.  Returns how many there were.
+
+        Raises:
+            Refused: there is no engine, or too many queries wait.
+        """
+        (num_blocks,) = await self._removals.ask(lambda number: self._ask(RemoveStored(number, tenant)))
+        return num_blocks
+
     def _ask(self, query: Query) -> None:
         if self._connection is None or not self.healthy:
             raise Refused(ENGINE_DEAD, self.trouble)
@@ -470,6 +482,8 @@ class EngineClient:
             self._positions.answered(report.number, report.positions)
         elif isinstance(report, DivergenceAnswer):
             self._divergences.answered(report.number, report.divergences)
+        elif isinstance(report, StoredRemoved):
+            self._removals.answered(report.number, (report.num_blocks,))
         elif isinstance(report, GivenBack):
             self._given_back.answered(report)
         elif isinstance(report, AdapterLoaded):
@@ -506,7 +520,7 @@ class EngineClient:
         self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
-        for waiting in (self._positions, self._divergences, self._given_back, self._adapters):
+        for waiting in (self._positions, self._divergences, self._removals, self._given_back, self._adapters):
             waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = self._generations.lost(message)
         now = time.monotonic_ns()

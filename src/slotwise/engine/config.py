@@ -6,6 +6,7 @@ Names are vLLM's where vLLM has the setting.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -119,6 +120,14 @@ class EngineConfig(ChosenLimits):
     kv_offloading_size: float = setting(
         0.0, "on a GPU: host memory for blocks that the prefix cache evicts; they are copied back instead of computed "
         "again", unit="GiB", range=GIBIBYTES, otherwise="0, none", group=CACHE)
+    kv_disk: str | None = setting(
+        None, "on a CPU: a folder for blocks of the prefix cache, which are found again after an eviction, a sleep or "
+        "a restart: docs/sleep.md", unit="folder", otherwise="none: they are lost", group=CACHE)
+    kv_disk_size: float = setting(
+        16.0, "space that {kv_disk} may take; the blocks used longest ago are removed", unit="GiB",
+        range=real(0.001, (1 << 20) - 1), group=CACHE)
+    kv_disk_max_age: float = setting(
+        DAY, "age at which blocks in {kv_disk} are removed", unit="seconds", range=real(1, 3650 * DAY), group=CACHE)
     generation_config: str = setting(
         "auto", "where defaults of sampling come from: auto, the model's generation_config.json; vllm, nowhere; else "
         "such a file, or its folder", unit="source", group=SAMPLING)
@@ -155,6 +164,8 @@ class EngineConfig(ChosenLimits):
                 object.__setattr__(self, "speculative_config", Speculation.of(self.speculative_config))
             except ValueError as error:
                 raise ConfigError(f"speculative_config: {error}") from error
+        if isinstance(self.kv_disk, str) and self.kv_disk:  # the engine process has another working directory
+            object.__setattr__(self, "kv_disk", os.path.abspath(os.path.expanduser(self.kv_disk)))
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         self._check_types()
@@ -174,6 +185,8 @@ class EngineConfig(ChosenLimits):
             raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
+        if self.kv_disk is not None:
+            self._check_disk()
         if self.num_ranks > 1:
             self._check_ranks()
         if self.kv_transfer_config is not None:
@@ -193,6 +206,21 @@ class EngineConfig(ChosenLimits):
                 raise ConfigError(f"kv_transfer_config is not supported with {name}: leave one of them out")
         if not transfer.secret:
             raise ConfigError(f"kv_transfer_config needs a secret that its peers have, too: {HOW}")
+
+    def _check_disk(self) -> None:
+        """Raises ConfigError for what is not supported beside blocks on disk."""
+        drafts = self.speculative_config
+        for name, is_set in (("several ranks", self.num_ranks > 1),
+                             ("kv_transfer_config", self.kv_transfer_config is not None),
+                             ("a draft model", drafts is not None and drafts.method == DRAFT_MODEL),
+                             ("device cuda", self.device == "cuda"),
+                             (f"batching {self.batching.kind}", self.batching.kind != "continuous")):
+            if is_set:
+                raise ConfigError(f"kv_disk is not supported with {name}: leave one of them out")
+        if not self.kv_disk:
+            raise ConfigError("kv_disk: name a folder")
+        if not self.enable_prefix_caching:
+            raise ConfigError("kv_disk needs enable_prefix_caching: a prompt finds its blocks by it")
 
     def _check_ranks(self) -> None:
         """Raises ConfigError for what is not supported with several ranks."""

@@ -19,6 +19,7 @@ from slotwise.core.record import (
     NO_RESULT,
     CompiledGrammar,
     Counters,
+    DiskNews,
     Inputs,
     Outcome,
     StepPlan,
@@ -42,6 +43,7 @@ from slotwise.engine.messages import (
 )
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
+NO_DISK_NEWS = DiskNews()
 EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with token counts of experts, while there is work
 NOT_GIVEN_BACK = "only the cache of device cpu, with one rank, can be given back to the system"
 
@@ -155,11 +157,20 @@ class Engine:
             return NOT_GIVEN_BACK
         if self.has_work:
             return "requests are running"
+        if self._kv_link is not None:
+            self._kv_link.lose_memory()
         try:
             self._memory.give_back()
         except OSError as error:
             return str(error)
         return ""
+
+    def remove_stored(self, tenant: str | None = None) -> Callable[[], int]:
+        """Find no stored blocks of a tenant any more, or none at all.  See `KVLink.remove`.
+
+        Blocks in memory keep their entries in the prefix cache: the caller must change the salt or the generation.
+        """
+        return (lambda: 0) if self._kv_link is None else self._kv_link.remove(tenant)
 
     def _configure(self, scheduling: Scheduling, now: float) -> None:
         """Applies new settings; a policy whose settings are unchanged keeps its state."""
@@ -228,7 +239,10 @@ class Engine:
             self._take_compiled(self._grammars, now)
         if self._kv_link is not None and self._kv_link.has_news:
             self._news = self._kv_link.pop_news()
-            for arrival in self._news.arrivals:
+            disk = self._news.disk or NO_DISK_NEWS
+            for found in disk.found:
+                self._scheduler.found_on_disk(found, now)
+            for arrival in (*self._news.arrivals, *disk.arrivals):
                 self._scheduler.received(arrival, now)
             for transfer_id in self._news.acknowledged:
                 self._scheduler.acknowledged(transfer_id)
@@ -272,7 +286,7 @@ class Engine:
                 outcome: Outcome = NO_OUTCOME) -> StepRecord:
         """Returns the record of a step, with the inputs since the last record and the engine's counters."""
         inputs = Inputs(tuple(self._planned), tuple(self._handled), tuple(self._compiled), tuple(self._news.arrivals),
-                        tuple(self._news.acknowledged), self._configured)
+                        tuple(self._news.acknowledged), self._configured, self._news.disk)
         self._planned, self._handled, self._configured = [], [], None
         if self._compiled:
             self._compiled = []

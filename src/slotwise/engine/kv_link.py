@@ -9,11 +9,11 @@ sent nor received any more.  `begin` comes after it: block copies of the plan re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.record import ReceivedBlocks
+from slotwise.core.record import DiskNews, ReceivedBlocks
 from slotwise.core.request import Request
 from slotwise.core.transfer.receiver import Receiver, TransferSource
 from slotwise.core.transfer.sender import Sender
@@ -21,14 +21,15 @@ from slotwise.core.transfer.wire import prompt_digest
 
 
 class News(NamedTuple):
-    """What other engines have sent and read."""
+    """What other engines have sent and read, and what was found and read on disk."""
 
     arrivals: Sequence[ReceivedBlocks] = ()
     acknowledged: Sequence[str] = ()  # transfers
+    disk: DiskNews | None = None
 
 
 class KVLink(Protocol):
-    """Sends and receives blocks beside the steps; the engine's thread calls it."""
+    """Sends and receives blocks, or writes and reads files of them, beside the steps; the engine's thread calls it."""
 
     @property
     def has_news(self) -> bool: ...
@@ -38,7 +39,7 @@ class KVLink(Protocol):
         ...
 
     def offer(self, request: Request) -> None:
-        """A new request's blocks are to be sent.  Does nothing for any other."""
+        """A new request: its blocks may have to be sent, or may be on disk."""
         ...
 
     def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
@@ -49,8 +50,19 @@ class KVLink(Protocol):
         """Requests may wait for blocks."""
         ...
 
+    def lose_memory(self) -> None:
+        """The contents of all blocks are about to be lost; no request is unfinished."""
+        return
 
-class TransferLink:
+    def remove(self, tenant: str | None = None) -> Callable[[], int]:
+        """Find no stored block of a tenant's prompts any more, or none at all, and store none of unfinished requests.
+
+        Returns what removes them, on any thread, and says how many there were.
+        """
+        return lambda: 0
+
+
+class TransferLink(KVLink):
     """A link to other engines.
 
     Args:

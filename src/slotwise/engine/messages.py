@@ -98,6 +98,23 @@ class GiveBack(Struct, tag="give_back"):
     """Asks for the memory of the cache, whose contents nothing will find.  No command: no plan depends on it."""
 
 
+class RemoveStored(Struct, tag="remove_stored"):
+    """Asks to remove blocks on disk: a tenant's, or all; nothing finds them from now on.
+
+    No command: what a request found on disk is in the records.
+    """
+
+    number: int  # repeated in the answer
+    tenant: str | None = None
+
+
+class StoredRemoved(Struct, tag="stored_removed"):
+    """Answers a `RemoveStored` when no file is left; may arrive between the parts of a step."""
+
+    number: int
+    num_blocks: int  # that were removed
+
+
 class GivenBack(Struct, tag="given_back"):
     """Answers a `GiveBack` once no request runs."""
 
@@ -112,7 +129,7 @@ class AdapterLoaded(Struct, tag="adapter"):
     digest: str = ""  # of its files
 
 
-Query = QueuePositionQuery | DivergenceQuery | GiveBack | LoadAdapter | UnloadAdapter
+Query = QueuePositionQuery | DivergenceQuery | GiveBack | LoadAdapter | UnloadAdapter | RemoveStored
 """What an engine is sent beside commands: no plan depends on it."""
 
 
@@ -242,7 +259,7 @@ class EngineFailed(Struct, tag="failed"):
 
 Report = (
     Loading | EngineInfo | Heartbeat | StepOutputs | QueuePositionAnswer | DivergenceAnswer | GivenBack | AdapterLoaded
-    | EngineFailed)
+    | StoredRemoved | EngineFailed)
 
 
 class Observer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -51,11 +52,23 @@ class Sleep:
         self.level = 0  # 0: awake
         # Times that the cache was lost while the engine went on: requests find no prefixes of an earlier generation.
         self.cache_generation = 0
+        self._resets = Counter[str]()  # by tenant, beside those
 
     @property
     def held_bytes(self) -> int:
         """Memory of the machine that sleep at level 2 gives back."""
         return self._engines.held_bytes
+
+    def generation_of(self, tenant: str) -> int:
+        """Times that a tenant's cached prefixes were lost or reset while the engine went on."""
+        return self.cache_generation + self._resets[tenant]
+
+    def reset_cache(self, tenant: str | None) -> None:
+        """Lets no later request of a tenant, or none at all, find prefixes that are cached in memory now."""
+        if tenant is None:
+            self.cache_generation += 1
+        else:
+            self._resets[tenant] += 1
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slotwise.core.record import StepPlan, StepRecord
+from slotwise.core.record import DiskNews, StepPlan, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.speculation_settings import Speculation
@@ -294,13 +294,18 @@ def wrong_step(record: StepRecord) -> str:
         return f"the counters of step {record.step} are no counts"
     if any(not 0 <= ns < 2**62 for ns in (*record.inputs.planned, *record.inputs.handled)):
         return f"step {record.step} was planned at no time"
+    disk = record.inputs.disk or DiskNews()
+    if not all(0 <= number < 2**62 for number in disk[2:]):
+        return f"step {record.step} counts less than nothing on disk"
+    if not all(0 <= one.num_blocks <= MAX_TOKENS and 0 <= one.timeout < MAX_SECONDS for one in disk.found):
+        return f"step {record.step} found a prompt on disk that cannot be"
     ids = [one[0] for part in (record.ended, record.admitted, record.preempted, record.inputs.compiled,
-                               record.inputs.arrivals) for one in part]
+                               record.inputs.arrivals, disk.found, disk.arrivals) for one in part]
     if ids and not 0 <= min(ids) <= max(ids) <= 2**53:
         return f"step {record.step} names a request that cannot be"
     if any(min(each) < 0 for each in record.admitted) or any(each.num_lost < 0 for each in record.preempted) or any(
             each.num_output < 0 for each in record.ended) or any(each.num_blocks < 0
-                                                                 for each in record.inputs.arrivals):
+                                                                 for each in (*record.inputs.arrivals, *disk.arrivals)):
         return f"step {record.step} counts less than nothing"
     for lookup in record.lookups:
         ends = [span.end for span in lookup.spans]

@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from slotwise.core import cache_causes, reasons
 from slotwise.core.reasons import WAITING_FOR_KV
-from slotwise.core.record import Counters, StepRecord
+from slotwise.core.record import Counters, PromptSpan, StepRecord
 from slotwise.core.speculation.speculation_settings import NUM_DRAFTS
 from slotwise.engine.messages import Observer
 from slotwise.engine.scheduling import Scheduling
@@ -198,11 +198,12 @@ class Labeled(NamedTuple):
 
 TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
 COMPLETE, INCOMPLETE = "complete", "incomplete"  # transfers of prompts
+DISK_EVENTS = ("written", "read", "dropped", "damaged")
 COMPUTED, ON_DEVICE, IN_HOST = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 LABELED = {
     "prompt_tokens_by_source_total": Labeled(
         "source", SOURCES, "Prompt tokens at the first admission of their request: to be computed, found in the prefix "
-        "cache on the device, found in host memory."),
+        "cache on the device, found in host memory or on disk."),
     "prompt_tokens_by_cause_total": Labeled(
         "cause", cache_causes.CAUSES, "Prompt tokens at the first admission of their request, by why the prefix cache "
         "had them, or had not."),
@@ -225,13 +226,18 @@ LABELED = {
     "kv_transfers_total": Labeled(
         "outcome", (COMPLETE, INCOMPLETE), "Prompts that came from another engine: all of their blocks arrived, or the "
         "others were computed here."),
+    "kv_disk_blocks_total": Labeled(
+        "event", DISK_EVENTS, "Cache blocks on disk, as of the last step: written; read in place of being computed; "
+        "dropped, because too many waited, their memory was needed or the disk failed; found damaged and removed."),
     "stalled_row_steps_total": Labeled(
         "reason", STALLS, "Running requests without a row in a step, summed over steps, by reason."),
 }
 GAUGES = {
     "num_requests_running": "Requests with a slot.",
     "num_requests_waiting": "Requests that wait for a slot, preempted ones included.",
-    "num_requests_waiting_for_kv": "Requests whose prompts another engine computes, and that have not arrived.",
+    "num_requests_waiting_for_kv": "Requests whose blocks another engine computes, or the disk has, and that have not "
+                                   "arrived.",
+    "kv_disk_bytes": "Bytes that cache blocks take on disk, as of the last step; of all models.",
     "kv_pinned_blocks": "Blocks of ended requests that another engine still reads.",
     "kv_cache_usage_perc": "Share of cache blocks that requests reference, from 0 to 1.",
     "max_num_seqs": "Slots in use.",
@@ -502,6 +508,13 @@ class PromptChoices:
         return None
 
 
+def _num_on_disk(spans: Sequence[PromptSpan]) -> int:
+    """Tokens of a prompt that were read from disk."""
+    ends = [0, *[span.end for span in spans]]
+    return sum([end - start for span, start, end in zip(spans, ends, ends[1:], strict=False)
+                if span.cause == cache_causes.FOUND_ON_DISK])
+
+
 class Metrics(Collector, Observer):
     """Reads the entries of a recorder and provides the samples of `/metrics`; observes which engine serves.
 
@@ -548,6 +561,7 @@ class Metrics(Collector, Observer):
         self.experts = ExpertLoad(info.expert_layers)
         self._slots = info.scheduling.max_num_seqs
         self._counters = Counters()  # of the last record
+        self._disk_bytes = 0
         self._last_end = 0  # of a step with rows
         self._choices = PromptChoices()
         self.counters["engine_starts_total"] += 1
@@ -594,6 +608,11 @@ class Metrics(Collector, Observer):
             if arrival.is_last:
                 self._count("kv_transfers_total", INCOMPLETE if arrival.failure else COMPLETE)
         self.counters["kv_prompts_sent_total"] += len(step.inputs.acknowledged)
+        if (disk := step.inputs.disk) is not None:
+            self._disk_bytes = disk.num_bytes
+            numbers = disk.num_written, disk.num_read, disk.num_dropped, disk.num_damaged
+            for event, number in zip(DISK_EVENTS, numbers, strict=True):
+                self._count("kv_disk_blocks_total", event, number)
         for timeline, end in changes.ended:
             self._ended(timeline, end.reason, step.ended_ns)
 
@@ -633,12 +652,13 @@ class Metrics(Collector, Observer):
                                                                                    for plan in step.plans])
         if not (num_saves or admitted):
             return
-        loaded = num_loads * limits.block_size
+        from_disk = sum([_num_on_disk(lookup.spans) for lookup in step.lookups])
+        loaded = num_loads * limits.block_size + from_disk
         on_device = sum([cached for _, cached in admitted]) - loaded
         queries = sum([num_known for _, num_known in changes.admitted])
         counters["prefix_cache_queries_total"] += queries
         counters["prefix_cache_hits_total"] += on_device
-        if limits.num_host_blocks:
+        if limits.num_host_blocks or from_disk:
             counters["external_prefix_cache_queries_total"] += queries - on_device
             counters["external_prefix_cache_hits_total"] += loaded
         self._sources([timeline for timeline, _ in changes.admitted if not timeline.num_preemptions], loaded)
@@ -746,6 +766,7 @@ class Metrics(Collector, Observer):
         by_reason = self.timelines.waiting.by_reason()
         yield shown.waiting(by_reason)
         yield shown.gauge("num_requests_waiting_for_kv", by_reason.get(WAITING_FOR_KV, 0))
+        yield shown.gauge("kv_disk_bytes", self._disk_bytes)
         yield shown.gauge("kv_pinned_blocks", self._counters.num_pinned_blocks)
         yield shown.gauge("kv_cache_usage_perc", self.timelines.usage)
         yield shown.gauge("max_num_seqs", self._slots)

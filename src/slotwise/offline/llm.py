@@ -137,6 +137,11 @@ class OfflineEngine:
             self._recording.stepped(record)
         return record
 
+    def remove_stored(self) -> None:
+        """Removes the blocks that are on disk."""
+        if self._engine is not None:
+            self._engine.remove_stored()()
+
     # -- sleep ---------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
@@ -244,9 +249,14 @@ class LLM(VllmMethods):
             return snapshot(self._engine.metrics)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets cached prefixes: no later request finds them.  Requests that run keep the blocks they have."""
+        """Forgets cached prefixes, on disk as well: no later request finds them.
+
+        Requests that run keep the blocks they have.
+        """
         check_call({"reset_connector": reset_connector})
-        self._frontend.reset_prefix_cache()
+        with self._lock:
+            self._frontend.reset_prefix_cache()
+            self._engine.remove_stored()
         return True
 
     def sleep(self, level: int = 1) -> None:

@@ -13,17 +13,17 @@ import msgspec
 
 from slotwise.api.admin.admin import model_card
 from slotwise.api.generate.context import ServedEngine, ServerClients, TextService
-from slotwise.api.http.api_errors import ApiError, bad_request
+from slotwise.api.http.api_errors import ApiError, bad_request, from_refusal
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields
 from slotwise.api.limits.server_settings import LoraModule, ServerSettings
 from slotwise.api.protocol.admin_protocol import LoadModelRequest
 from slotwise.api.protocol.decoding import decode, decode_object
 from slotwise.api.protocol.unsupported import refuse
-from slotwise.engine.refusals import EngineError
+from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.sleep import LEVELS, Busy, Sleep
 
-SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
+SLEEP, WAKE_UP, RESET, LOAD_MODEL = "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_model"
 MAX_BODY = 16 << 10  # bytes
 ELSEWHERE_OWNED = "this server does not start its engine, so it cannot end it"
 MAX_QUERY = 256  # characters
@@ -68,6 +68,20 @@ async def load_model(clients: ServerClients, engine: ServedEngine, exchange: Htt
     with _errors():
         name = await engine.load_model(request.model, request.served_model_name or "")
     await exchange.respond_json({"model": name})
+
+
+@about(takes_body=False)
+async def reset_prefix_cache(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
+    """Forget cached prompts, in memory and on disk: a key's own; all of them with the only key or the admin key."""
+    await _no_fields(clients, exchange)
+    _query(exchange)
+    sleep, tenant = _sleep_of(engine), clients.keys.scope_of(exchange.tenant)
+    try:
+        sleep.reset_cache(tenant or None)
+        num_blocks = await engine.client.remove_stored(tenant or None)
+    except Refused as refused:
+        raise from_refusal(refused) from refused
+    await exchange.respond_json({"tenant": "own" if tenant else "all", "num_stored_blocks_removed": num_blocks})
 
 
 async def is_sleeping(engine: ServedEngine, exchange: HttpExchange) -> None:

@@ -33,7 +33,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "Models and adapters": ("/v1/models", "/v1/load_model", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     "Requests and steps": ("/requests", "/explain", "/cache", "/abort_requests", "/events", "/what_if"),
     "Health and load": ("/health", "/ping", "/version", "/load", "/metrics", "/experts", "/replica", "/replicas"),
-    "Administration": ("/admin", "/sleep", "/wake_up", "/is_sleeping")}
+    "Administration": ("/admin", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")}
 PAGES = "Pages"  # the area of all other routes
 # Fields that most requests have or want, first in a description.
 COMMON = (

@@ -66,7 +66,7 @@ class Clients:
     """What a service knows of its clients, and reads from them."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.keys = ApiKeys(settings.all_keys, settings.admin_api_key)
+        self.keys = ApiKeys(settings.all_keys, settings.admin_api_key, settings.tenant_secret)
         self.browsers = Browsers(settings)
         self.bodies = Bodies(settings)
 

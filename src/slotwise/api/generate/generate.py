@@ -202,7 +202,7 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     salt = _salt(exchange.tenant, request.cache_salt)
     kv = transfer_of(request, validated.prompts, spec.params, api.engine.client.info.kv_transfer,
                      is_trusted=has_secret(exchange.scope["headers"], api.settings.kv_transfer_secret))
-    generation = api.engine.sleep.cache_generation if api.engine.sleep is not None else 0
+    generation = api.engine.sleep.generation_of(exchange.tenant) if api.engine.sleep is not None else 0
     spec = replace(spec, salt=salt, cache_generation=generation, kv=kv,
                    prediction=await _prediction(api, exchange, request), queue_timeout=_queue_timeout(api, spec))
     spec, num_retained = _retention(api, exchange, request, replace(spec, session=session_of(exchange, spec)),

@@ -28,13 +28,14 @@ def key_of(text: str) -> str:
 class ApiKeys:
     """The keys that grant access; without any, access is open.
 
-    A key is stored as a digest under a secret of this process.  Digests are all of one length, and a given key is
-    compared with every one of them, so that the time it takes reveals nothing about a key.
+    A key is stored as a digest under a secret: that of this process, unless blocks on disk outlive it.  Digests are all
+    of one length, and a given key is compared with every one of them, so that the time it takes reveals nothing about a
+    key.
     """
 
-    def __init__(self, keys: Sequence[str], admin_key: str = "") -> None:
+    def __init__(self, keys: Sequence[str], admin_key: str = "", secret: bytes = b"") -> None:
         """Args: admin_key: the only key that may change how the server works; "": see `admin`."""
-        self._secret = secrets.token_bytes(32)
+        self._secret = secret or secrets.token_bytes(32)
         self._tenants = [self.name_of(key) for key in keys]
         self._admin = self.name_of(admin_key) if admin_key else ""
 

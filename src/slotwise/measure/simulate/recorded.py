@@ -49,7 +49,7 @@ class Recording:
     partial: set[int] = field(default_factory=set)  # requests whose beginning or end is not in the log
     scheduling: Scheduling | None = None  # the last that was set while the log was written; None: the engine's first
     num_refused: int = 0
-    receives: bool = False  # prompts of its requests were computed by other engines
+    receives: bool = False  # prompts of its requests came from other engines or from disk
     handling: float = 0.0  # median seconds from a request's first bytes to the engine, and from its first token's step
     # to the first byte sent: tokenizing and detokenizing, which no simulation has
 
@@ -181,7 +181,7 @@ class _Reader:
         self._keep(step)
         found.times.stepped(step)
         self._acceptance.add(step)
-        found.receives |= bool(step.inputs.arrivals)
+        found.receives |= bool(step.inputs.arrivals or (step.inputs.disk and step.inputs.disk.arrivals))
         if self._busy_since and step.inputs.planned and step.plan.counts:
             self._gaps.append(max(0.0, (step.inputs.planned[0] - self._busy_since) * NS))
         self._busy_since = step.ended_ns if step.counters.num_running or step.counters.num_waiting else 0

@@ -26,7 +26,7 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
-from slotwise.engine.kv_link import News
+from slotwise.engine.kv_link import KVLink, News
 from slotwise.engine.messages import Command, Configure, Finish
 from slotwise.engine.record_codec import OF_EXECUTOR
 from slotwise.observe import event_log
@@ -192,7 +192,7 @@ class _EngineRun:
             self._engine.handle(self.commands.popleft())
         self._executor.expect(logged)
         self._grammars.compiled = list(inputs.compiled)
-        self._link.news = News(inputs.arrivals, inputs.acknowledged)
+        self._link.news = News(inputs.arrivals, inputs.acknowledged, inputs.disk)
         has_step = logged.step != NO_STEP or bool(inputs.planned) or bool(logged.outcome.failure)
         record = self._engine.step() if has_step else self._engine.idle_record()
         if record is None:
@@ -217,7 +217,7 @@ class _RecordedGrammars:
     def release(self, request_id: int) -> None: ...
 
 
-class _RecordedLink:
+class _RecordedLink(KVLink):
     """Sends and receives nothing, and tells what is logged of each record."""
 
     has_news = True

@@ -417,7 +417,7 @@ def simulate(
 # -- prefill and decode apart ------------------------------------------------------------------------------------------
 
 
-class InstantKVLink:
+class InstantKVLink(KVLink):
     """A link to other engines whose prompts have arrived when their requests get a slot."""
 
     def __init__(self, block_size: int) -> None:

@@ -64,7 +64,8 @@ def what_if(
         raise ValueError("a what-if changes no tiers: leave them out")
     setup, recording = read_recording(entries)
     if recording.receives:
-        raise ValueError("prompts of this log were computed by other engines: a replay does not know when they arrive")
+        raise ValueError("prompts of this log came from other engines or from disk: a replay does not know when they "
+                         "arrive")
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
     if retain and changed.limits.eviction_policy not in OBEYING:
         raise ValueError(f"retain: the eviction policy {changed.limits.eviction_policy} obeys no retention; change "

@@ -1,0 +1,144 @@
+"""First tokens after a restart, without and with the prefix cache's blocks on disk; gaps of streams beside a read.
+
+    python -m benchmarks.kv_disk MODEL [--streams]
+
+A server is started, answers a prompt, and is started again: `cold` is the first token of another prompt of as many
+tokens after a start, `warm` that of the prompt whose blocks are on disk.  With `--streams` four streams decode
+meanwhile; their gaps are those of a second without prompts, of `cold` and of `warm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+NUM_TOKENS = 4000
+OUTPUT = 400  # tokens of a stream
+READY = re.compile(r"Ready after .* on (https?://\S+)")
+
+
+@contextmanager
+def serving(model: str, folder: Path) -> Iterator[httpx.Client]:
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slotwise.cli", "serve", model, "--port", "0", "--max-num-seqs", "8",
+             "--max-model-len", "8192", "--kv-disk", str(folder / "blocks"), "--kv-disk-size", "4"],
+            stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            found = next(filter(None, map(READY.search, process.stdout)))
+            with httpx.Client(base_url=found[1], timeout=600) as client:
+                yield client
+        finally:
+            process.terminate()
+            process.wait(120)
+
+
+def prompt(number: int) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(1000, 40000) for _ in range(NUM_TOKENS)]
+
+
+def times(client: httpx.Client, tokens: list[int], max_tokens: int) -> list[float]:
+    """When the request was sent, and when its tokens came, in seconds."""
+    body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    found = [time.monotonic()]
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                found.append(time.monotonic())
+    return found
+
+
+def first(client: httpx.Client, tokens: list[int]) -> float:
+    sent, came, *_ = times(client, tokens, 1)
+    return came - sent
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    text = client.get("/metrics").text
+    return {found[1]: float(found[2]) for found in re.finditer(
+        r'slotwise:kv_disk_blocks_total\{event="(\w+)".*?\} (\S+)', text)} | {
+        found[1]: float(found[2]) for found in re.finditer(
+            r'slotwise:prompt_tokens_by_cause_total\{cause="(found\w*)".*?\} (\S+)', text)}
+
+
+def wait_written(client: httpx.Client, folder: Path) -> None:
+    number = -1
+    while number != (number := len(list((folder / "blocks").glob("*.kv")))) or number == 0:
+        time.sleep(1)
+
+
+def gaps(found: list[float], begin: float, end: float) -> list[float]:
+    return [1e3 * (later - sooner) for sooner, later in zip(found[1:], found[2:], strict=False) if begin <= later <= end]
+
+
+def beside_streams(client: httpx.Client, tokens: list[int] | None) -> tuple[list[float], float]:
+    """The gaps of four streams in milliseconds while `tokens` are read or computed, and the first token's seconds."""
+    found: list[list[float]] = []
+    threads = [threading.Thread(target=lambda number=number: found.append(  # type: ignore[misc]
+        times(client, prompt(1000 + number)[:32], OUTPUT))) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.5)
+    began = time.monotonic()
+    seconds = first(client, tokens) if tokens is not None else 0.0
+    ended = time.monotonic() if tokens is not None else began + 2
+    for thread in threads:
+        thread.join()
+    return [gap for one in found for gap in gaps(one, began, ended)], seconds
+
+
+def described(values: list[float]) -> dict[str, float]:
+    values = sorted(values)
+    return {"p50": round(statistics.median(values), 2), "p99": round(values[int(0.99 * (len(values) - 1))], 2),
+            "longest": round(values[-1], 2), "number": len(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--streams", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        result: dict[str, object] = {"model": asked.model, "tokens": NUM_TOKENS}
+        with serving(asked.model, folder) as client:
+            for number in range(asked.repeats if not asked.streams else 2):
+                first(client, prompt(number))
+                wait_written(client, folder)
+            result["blocks"] = metrics(client)
+        if asked.streams:
+            with serving(asked.model, folder) as client:
+                first(client, prompt(99)[:600])
+                for what, tokens in (("quiet", None), ("warm", prompt(0)), ("quiet again", None), ("warm again", prompt(1)),
+                                     ("cold", prompt(50))):
+                    found, seconds = beside_streams(client, tokens)
+                    result[what] = described(found) | {"first_s": round(seconds, 3)}
+                result["metrics"] = metrics(client)
+        else:
+            for number in range(asked.repeats):
+                with serving(asked.model, folder) as client:
+                    first(client, prompt(99)[:64])
+                    cold, warm = first(client, prompt(50 + number)), first(client, prompt(number))
+                    result[f"run {number}"] = {"cold_s": round(cold, 3), "warm_s": round(warm, 3),
+                                               "ratio": round(cold / warm, 2), **metrics(client)}
+        print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

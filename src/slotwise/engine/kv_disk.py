@@ -1,0 +1,695 @@
+"""The prefix cache's blocks on disk: written behind the steps, found again after an eviction, a restart or a sleep.
+
+    new request ─► DiskLink.offer: which of its blocks are in files? ─► found ─► WAITING_FOR_KV, blocks allocated
+                                                                                    │ begin
+    published block ─► follow ─► writer's queue ─► FOLDER/KEY-OWNER.kv ─► reader ───┘ ─► arrivals ─► computed
+                            oldest use first ◄── removed ──┘
+
+A file is one block, the unit of eviction and of sharing: with a megabyte or more, opening it costs little beside
+reading it.  Its name is a content key: a cryptographic digest of all that determines the block's bytes (checkpoint,
+types, kernels, block size, salt) and of all tokens up to its last one.  So no chain of other files is needed to trust
+it.  A file is written to a temporary name and renamed, and its header has the key and a digest of the block: what is
+torn, damaged or foreign is a miss.
+
+The engine's thread only looks up names in memory, and appends to queues.  A block in the writer's queue is not copied
+yet: its memory may be given to another request.  Then the engine marks it stale before the plan is executed, and the
+writer, which looks at the mark after its copy, drops it:
+
+    engine   ... mark stale ──► execute the plan that overwrites the block
+    writer   copy ────────────► look at the mark ──► write, or drop
+
+Blocks are read only where that is predicted to be quicker than computing them, by the measured rate of reading and the
+step-time model.  A read that turns out slower is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import queue
+import re
+import secrets
+import stat
+import struct
+import sys
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from slotwise.core.kv_transfers import KVTransfers
+from slotwise.core.prefix_cache import CachedBlock, Entry
+from slotwise.core.record import DiskNews, PrefixOnDisk, ReceivedBlocks
+from slotwise.core.request import Namespace, Request
+from slotwise.core.scheduler import Scheduler
+from slotwise.core.step_time import work_of
+from slotwise.core.transfer.sender import go_last
+from slotwise.core.transfer.wire import Blocks
+from slotwise.engine.kv_link import KVLink, News
+from slotwise.errors import ThrottledWarning, described
+from slotwise.platform import files
+
+MAGIC = b"SWKVDSK1"
+HEADER = struct.Struct("<8sQ32s32s")  # magic, bytes of the block, content key, SHA-256 of the block
+KEY_BYTES, OWNER_BYTES = 32, 8
+NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-([0-9a-f]{{{2 * OWNER_BYTES}}})\.kv")
+UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
+PAGE = 4096  # bytes; a file takes a multiple of it
+MAX_FILES = 1 << 18  # that the index has; it takes about 300 bytes for each
+MAX_PENDING = 256  # blocks that wait to be written
+REST = 3.0  # times the time worked, after each block, while requests run: they need the interpreter and the processors
+SECRET, SECRET_BYTES = "secret", 32
+UNTIMED_RATE = 500e6  # bytes per second that are read, before any were
+REMEASURED = 60.0  # seconds after which a slow rate is forgotten
+TOLD = 0.05  # seconds between two reports of a read in progress
+EXPIRY = 60.0  # seconds between two looks for files that are too old
+LONGEST_PAUSE = 60.0  # seconds without writing after errors
+LEAST_WAIT, MOST_WAIT = 0.5, 60.0  # seconds that a request waits for blocks before it computes them
+HANDING_OVER = 0.005  # seconds between the arrival of a request and the beginning of its read, while nothing runs
+CLOSING = 5.0  # seconds for each thread
+
+logger = logging.getLogger(__name__)
+
+
+class _File(NamedTuple):
+    owner: str
+    size: int  # bytes on disk
+    written: float  # seconds since 1970
+
+
+class DiskStore:
+    """Files of blocks in one folder, by content key; used by several threads, and by one process at a time.
+
+    Args:
+        folder: made if it is missing; no other user may enter it.
+        block_bytes: of every block that this store reads and writes; it keeps files of others, too.
+        most_bytes: of all files.
+        max_age: seconds after which a file is removed.
+        clock: seconds since 1970.
+
+    Raises:
+        OSError: the folder cannot be made or read, is another user's, or another process uses it.
+    """
+
+    def __init__(self, folder: Path, block_bytes: int, most_bytes: int, max_age: float,
+                 clock: Callable[[], float] = time.time) -> None:
+        make_folder(folder)
+        self.block_bytes = block_bytes
+        self.num_damaged = 0
+        self._folder, self._most, self._max_age, self._clock = folder, most_bytes, max_age, clock
+        self._lock = threading.Lock()
+        self._files: OrderedDict[bytes, _File] = OrderedDict()  # the one used longest ago first
+        self._num_bytes = 0
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._list()
+        except BlockingIOError:
+            self.close()
+            raise OSError(errno.EBUSY, "another engine uses it: give each its own folder") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _list(self) -> None:
+        """Read the names of all files; remove what killed processes have left, and what is too old."""
+        found: list[tuple[float, bytes, _File]] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if UNFINISHED.fullmatch(entry.name):
+                    self._unlink(entry.name)
+                elif (name := NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                    about = entry.stat(follow_symlinks=False)
+                    file = _File(name[2], _on_disk(about.st_size), about.st_mtime)
+                    found.append((about.st_atime, bytes.fromhex(name[1]), file))
+        for _, key, file in sorted(found):
+            self._add(key, file)
+        self.expire()
+        self._make_room(0)
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all files take."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is a file of `key` that is not too old."""
+        file = self._files.get(key)
+        return file is not None and not self._is_old(file)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Count a prompt's blocks as used now, so that its first ones are removed last."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._files:
+                    self._files.move_to_end(key)
+
+    def read(self, key: bytes, buffer: bytearray) -> bool:
+        """Read a block into `buffer` behind its header; False: there is no such file, or it is damaged and removed.
+
+        Args:
+            buffer: `HEADER.size + block_bytes` long.
+        """
+        file = self._files.get(key)
+        if file is None or self._is_old(file):
+            return False
+        try:
+            is_right = self._read(key, file, buffer)
+        except FileNotFoundError:
+            is_right = False
+        except OSError as error:
+            logger.info("a block on disk cannot be read: %s", described(error))
+            return False
+        if not is_right:
+            self.num_damaged += 1
+            self._remove(key)
+        return is_right
+
+    def _read(self, key: bytes, file: _File, buffer: bytearray) -> bool:
+        path = self._folder / _name(key, file.owner)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            about = os.fstat(descriptor)
+            if files.file_objection(about) or about.st_size != len(buffer):
+                return False
+            with contextlib.suppress(OSError):  # a read-only disk
+                os.utime(descriptor, ns=(time.time_ns(), about.st_mtime_ns))  # the order of use, for the next process
+            view, at = memoryview(buffer), 0
+            while at < len(buffer):
+                if not (count := os.readv(descriptor, [view[at:]])):
+                    return False
+                at += count
+        finally:
+            os.close(descriptor)
+        expected = (MAGIC, self.block_bytes, key, hashlib.sha256(view[HEADER.size:]).digest())
+        return HEADER.unpack_from(buffer) == expected
+
+    def write(self, key: bytes, owner: str, buffer: bytearray) -> None:
+        """Write the block that `buffer` has behind room for a header, unless it is there.  Raises OSError."""
+        if self.has(key) or len(buffer) > self._most:
+            return
+        HEADER.pack_into(buffer, 0, MAGIC, self.block_bytes, key, hashlib.sha256(
+            memoryview(buffer)[HEADER.size:]).digest())
+        self._make_room(_on_disk(len(buffer)))
+        unfinished = f".{secrets.token_hex(8)}.unfinished"
+        try:
+            descriptor = os.open(self._folder / unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                                 | os.O_CLOEXEC, files.PRIVATE)
+            try:
+                view, at = memoryview(buffer), 0
+                while at < len(buffer):
+                    at += os.write(descriptor, view[at:])
+            finally:
+                os.close(descriptor)
+            os.rename(self._folder / unfinished, self._folder / _name(key, owner))
+        except BaseException:
+            self._unlink(unfinished)
+            raise
+        with self._lock:
+            self._add(key, _File(owner, _on_disk(len(buffer)), self._clock()))
+
+    def expire(self) -> None:
+        """Remove the files that are too old."""
+        for key in [key for key, file in list(self._files.items()) if self._is_old(file)]:
+            self._remove(key)
+
+    def remove_all(self, owner: str | None = None) -> int:
+        """Remove the files of an owner, or all.  Returns how many there were.
+
+        From the call's beginning on none of them is found; when it returns, none is on disk.
+        """
+        with self._lock:
+            names = [_name(key, file.owner) for key, file in self._files.items() if owner in (None, file.owner)]
+            for name in names:
+                self._num_bytes -= self._files.pop(bytes.fromhex(name.partition("-")[0])).size
+        for name in names:
+            self._unlink(name)
+        return len(names)
+
+    def _make_room(self, size: int) -> None:
+        while self._files and (self._num_bytes + size > self._most or len(self._files) >= MAX_FILES):
+            self._remove(next(iter(self._files)))
+
+    def _add(self, key: bytes, file: _File) -> None:
+        if (before := self._files.pop(key, None)) is not None:
+            self._num_bytes -= before.size
+        self._files[key] = file
+        self._num_bytes += file.size
+
+    def _remove(self, key: bytes) -> None:
+        with self._lock:
+            file = self._files.pop(key, None)
+            if file is None:
+                return
+            self._num_bytes -= file.size
+        self._unlink(_name(key, file.owner))
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # it is gone, or the disk is read-only
+            os.unlink(self._folder / name)
+
+    def _is_old(self, file: _File) -> bool:
+        return abs(self._clock() - file.written) > self._max_age  # a clock that was wrong keeps nothing for ever
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a store.  Raises OSError: it cannot be made, or other users may enter or change it."""
+    files.make_private(folder)
+    if why := files.folder_objection(folder):
+        raise OSError(errno.EPERM, f"{why}: its files are prompts")
+    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
+        raise OSError(errno.EPERM, f"other users may enter it (mode {mode:o}), and its files are prompts: chmod 700 it")
+
+
+def tenant_secret(folder: Path) -> bytes:
+    """The secret under which a server names its tenants, so that their names are the same after a restart.
+
+    Raises:
+        OSError: the folder cannot be made, is open to other users, or its secret cannot be read or written.
+    """
+    make_folder(folder)
+    path = folder / SECRET
+    if not path.exists():
+        files.write_whole(path, secrets.token_bytes(SECRET_BYTES), files.PRIVATE)
+    if (objection := files.file_objection(path.lstat())) or path.stat().st_mode & 0o077:
+        raise OSError(errno.EPERM, f"its file {SECRET} {objection or 'can be read by other users'}")
+    secret = files.read_regular(path, SECRET_BYTES)
+    if len(secret) != SECRET_BYTES:
+        raise OSError(errno.EINVAL, f"its file {SECRET} is damaged: remove it; blocks of API keys are not found then")
+    return secret
+
+
+def _name(key: bytes, owner: str) -> str:
+    return f"{key.hex()}-{owner}.kv"
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+class ContentKeys:
+    """Content keys of blocks: the same in every process in which the same tokens have the same bytes.
+
+    Args:
+        identity: all that determines a block's bytes except salt and tokens.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self._identity = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
+
+    def root(self, salt: str) -> bytes:
+        """The key before the first block of prompts with a salt."""
+        return hashlib.blake2b(self._identity + salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
+
+    @staticmethod
+    def after(before: bytes, tokens: Sequence[int]) -> bytes:
+        """The key of the block with `tokens` behind the one with the key `before`."""
+        return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def owner_of(salt: str) -> str:
+    """The owner of a salt, as in names of files: a tenant's salts begin with its name (`api/generate/generate.py`)."""
+    return hashlib.blake2b(salt.partition(":")[0].encode(errors="surrogatepass"), digest_size=OWNER_BYTES).hexdigest()
+
+
+class _Pending:
+    """A block that is to be written."""
+
+    __slots__ = ("block", "cached", "is_done", "is_stale", "key", "owner")
+
+    def __init__(self, cached: CachedBlock, key: bytes, owner: str) -> None:
+        self.cached = cached
+        self.block = cached.block
+        self.key = key
+        self.owner = owner
+        self.is_stale = False  # set by the engine's thread
+        self.is_done = False  # set by the writer: written, or not to be
+
+
+class _Reading:
+    """A request whose blocks are read; `seconds` is what computing them is predicted to take."""
+
+    def __init__(self, request_id: int, keys: Sequence[bytes], seconds: float) -> None:
+        self.request_id = request_id
+        self.keys = keys  # of its first blocks, up to the last one that is to be read
+        self.seconds = seconds
+        self.num_bytes = 0
+        self.num_arrived = 0  # blocks of the prompt
+        self.blocks: Sequence[int] = ()  # of the cache, for its first blocks
+        self.is_cancelled = False
+        self.is_over = False  # nothing more will be read
+        self.began = 0.0  # seconds, monotonic
+
+
+class DiskLink(KVLink):
+    """Writes published blocks, and reads those of new requests; the engine's thread calls it.
+
+    Args:
+        identity: all that determines a block's bytes except salt and tokens.
+        place: called by each thread that copies blocks, before it begins.
+    """
+
+    def __init__(self, store: DiskStore, blocks: Blocks, scheduler: Scheduler, identity: str,
+                 place: Callable[[], None] = lambda: None) -> None:
+        self._store, self._blocks, self._scheduler, self._place = store, blocks, scheduler, place
+        self._keys = ContentKeys(identity)
+        self._prefix = scheduler.kv.prefix
+        self._new: list[Entry] = []
+        self._prefix.new_entries = self._new
+        self._pending: list[_Pending] = []  # that the writer may not have copied
+        self._to_write: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._found: list[PrefixOnDisk] = []
+        self._waiting: dict[int, _Reading] = {}  # by request, until they begin
+        self._reading: dict[int, _Reading] = {}  # by request
+        self._to_read: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
+        self._num_queued = 0  # bytes that are to be read
+        self._arrivals: dict[int, ReceivedBlocks] = {}
+        self._lock = threading.Lock()  # of arrivals, and of what is written to the cache
+        self._writing = threading.Lock()  # of what is written to files
+        self._dead: set[str] = set()  # salts of prompts that were removed
+        self._counted = DiskNews()
+        self._num_written = self._num_read = self._num_dropped = self._num_failed = 0
+        self._seconds_per_byte, self._measured = 1 / UNTIMED_RATE, 0.0
+        self._warning = ThrottledWarning(logger)
+        self._is_closed = False
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in (
+            ("kv-disk-write", self._write), ("kv-disk-read", self._read))]
+        for thread in self._threads:
+            thread.start()
+
+    # -- new requests --------------------------------------------------------------------------------------------
+
+    def offer(self, request: Request) -> None:
+        """A new request: look up which of its blocks are on disk."""
+        namespace = Namespace.of(request.block_hashes.salt)
+        num_full = (len(request.tokens) - 1) // self._scheduler.limits.block_size
+        if namespace.adapter or request.kv is not None or request.computes_whole_prompt or not num_full or not len(
+                self._store):
+            return
+        prefix, keys, key = self._prefix, list[bytes](), self._keys.root(namespace.salt)
+        first = len(prefix.chain(request.block_hashes, request.tokens, len(request.tokens) - 1))
+        for index, tokens in enumerate(prefix.tokens_of(request.block_hashes, request.tokens, num_full)):
+            key = self._keys.after(key, tokens)
+            if index >= first and not self._store.has(key):
+                break
+            keys.append(key)
+        if len(keys) <= first:
+            return
+        self._store.use(keys)
+        seconds = self._seconds_to_compute(first, len(keys))
+        if seconds <= self._seconds_to_read(len(keys) - first):
+            return
+        self._waiting[request.request_id] = _Reading(request.request_id, keys, seconds)
+        self._found.append(PrefixOnDisk(
+            request.request_id, len(keys), min(MOST_WAIT, max(LEAST_WAIT, seconds))))
+
+    def _seconds_to_compute(self, first: int, end: int) -> float:
+        """Predicted seconds for computing blocks alone; infinite while the step-time model is untrained."""
+        times, limits = self._scheduler.times, self._scheduler.limits
+        if not times.is_trained:
+            return float("inf")
+        at, last, seconds = first * limits.block_size, end * limits.block_size, 0.0
+        while at < last:
+            count = min(limits.max_num_batched_tokens, last - at)
+            seconds += times.seconds(work_of([at], [count]))
+            at += count
+        return seconds
+
+    def _seconds_to_read(self, num_blocks: int) -> float:
+        rate = self._seconds_per_byte
+        if time.monotonic() - self._measured > REMEASURED:
+            rate = min(rate, 1 / UNTIMED_RATE)
+        seconds = (self._num_queued + num_blocks * self._blocks.block_bytes) * rate
+        if not (running := self._scheduler.running):
+            return HANDING_OVER + seconds
+        step = work_of([request.num_computed for request in running.values()], [1] * len(running))
+        return self._scheduler.times.seconds(step) + seconds * (1 + REST)  # the read begins behind the next step
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._found or self._arrivals) or self._counts(self._counted) != self._counted
+
+    def pop_news(self) -> News:
+        found, self._found = self._found, []
+        with self._lock:
+            arrivals, self._arrivals = self._arrivals, {}
+        before, self._counted = self._counted, self._counts(self._counted)
+        now = self._counted
+        return News(disk=DiskNews(
+            tuple(found), tuple(arrivals.values()), now.num_written - before.num_written,
+            now.num_read - before.num_read, now.num_dropped - before.num_dropped,
+            now.num_damaged - before.num_damaged, now.num_bytes))
+
+    def _counts(self, before: DiskNews) -> DiskNews:
+        return before._replace(
+            num_written=self._num_written, num_read=self._num_read,
+            num_dropped=self._num_dropped + self._num_failed, num_damaged=self._store.num_damaged,
+            num_bytes=self._store.num_bytes)
+
+    # -- between a plan and its execution, and after it ----------------------------------------------------------
+
+    def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
+        """Cancel reads for requests that wait no more; queue new blocks, and drop those that are overwritten."""
+        if self._reading:
+            waiting = {request.request_id for request in transfers.receiving()}
+            for request_id in [name for name in self._reading if name not in waiting]:
+                reading = self._cancel(request_id)
+                if not reading.is_over and request_id in self._scheduler.unfinished:  # late: the disk does not answer
+                    self._measured = time.monotonic()
+                    self._seconds_per_byte = (self._measured - reading.began) / reading.num_bytes
+        if self._waiting:
+            for request_id in [name for name in self._waiting if name not in self._scheduler.unfinished]:
+                del self._waiting[request_id]
+        if self._pending:
+            self._drop_overwritten()
+        if self._new:
+            self._queue_new()
+
+    def _drop_overwritten(self) -> None:
+        prefix, kept = self._prefix, list[_Pending]()
+        for one in self._pending:
+            if one.is_done:
+                continue
+            if prefix.has(one.block) and prefix.content(one.block) is one.cached:
+                kept.append(one)
+            else:
+                one.is_stale = True
+                self._num_dropped += 1
+        self._pending = kept
+
+    def _queue_new(self) -> None:
+        for entry in self._new:
+            key = self._key_of(entry)
+            namespace = Namespace.of(entry.salt)
+            if not key or namespace.adapter or entry.salt in self._dead or self._store.has(key):
+                continue
+            if len(self._pending) >= MAX_PENDING:
+                self._num_dropped += 1
+                continue
+            pending = _Pending(entry.cached[0], key, owner_of(namespace.salt))
+            self._pending.append(pending)
+            self._to_write.put(pending)
+        self._new.clear()
+
+    def _key_of(self, entry: Entry) -> bytes:
+        """The content key of an entry; b"" if its predecessor is forgotten and had none."""
+        chain: list[Entry] = []
+        above: Entry | None = entry
+        while above is not None and not above.content_key:
+            chain.append(above)
+            above = above.parent
+        key = above.content_key if above is not None else b""
+        for one in reversed(chain):
+            if one.tokens:
+                key = self._keys.after(key, one.tokens) if key else b""
+            elif one.position == 0 and one.parent is None:  # the root of its salt
+                key = self._keys.root(Namespace.of(one.salt).salt)
+            one.content_key = key
+        return key
+
+    def begin(self, transfers: KVTransfers) -> None:
+        """Read the blocks of requests that have got theirs."""
+        if not self._waiting:
+            return
+        for request in transfers.receiving():
+            reading = self._waiting.pop(request.request_id, None)
+            if reading is None:
+                continue
+            reading.num_arrived = transfers.first_missing(request)
+            reading.blocks = request.blocks[: len(reading.keys)]
+            reading.num_bytes = (len(reading.keys) - reading.num_arrived) * self._blocks.block_bytes
+            self._num_queued += reading.num_bytes
+            reading.began = time.monotonic()
+            self._reading[request.request_id] = reading
+            self._to_read.put(reading)
+
+    def _cancel(self, request_id: int) -> _Reading:
+        with self._lock:
+            reading = self._reading.pop(request_id)
+            reading.is_cancelled = True
+            self._arrivals.pop(request_id, None)
+        self._num_queued -= reading.num_bytes
+        return reading
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def lose_memory(self) -> None:
+        """The contents of all blocks are about to be lost; no request is unfinished."""
+        for one in self._pending:
+            one.is_stale = True
+        self._num_dropped += len(self._pending)
+        self._pending = []
+
+    def remove(self, tenant: str | None = None) -> Callable[[], int]:
+        """Find no block of a tenant's prompts any more, or none at all, those of unfinished requests included.
+
+        Returns what removes their files, on any thread, and says how many there were.
+        """
+        owner = None if tenant is None else owner_of(tenant)
+        known = {*self._prefix.salts, *[one.block_hashes.salt for one in self._scheduler.requests()]}
+        self._dead &= known
+        self._dead |= {salt for salt in known if owner in (None, owner_of(Namespace.of(salt).salt))}
+        for one in self._pending:
+            if owner in (None, one.owner):
+                one.is_stale = True
+
+        def remove_files() -> int:
+            with self._writing:  # what is being written is in the index now; what was marked will not be written
+                pass
+            return self._store.remove_all(owner)
+
+        return remove_files
+
+    def close(self) -> None:
+        """End the threads, which refer to the cache, and let others use the folder."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._prefix.new_entries = None
+        self.lose_memory()
+        for request_id in list(self._reading):
+            self._cancel(request_id)
+        self._to_write.put(None)
+        self._to_read.put(None)
+        for thread in self._threads:
+            thread.join(CLOSING)
+        self._store.close()
+
+    # -- the writer ----------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        self._place()
+        go_last()
+        _set_idle_io()
+        buffer = bytearray(HEADER.size + self._blocks.block_bytes)
+        looked, failures, paused_until = time.monotonic(), 0, 0.0
+        while not self._is_closed:
+            try:
+                one = self._to_write.get(timeout=EXPIRY)
+            except queue.Empty:
+                one = None
+            if time.monotonic() - looked > EXPIRY:
+                self._store.expire()
+                looked = time.monotonic()
+            if one is None or one.is_stale:
+                continue
+            began = time.thread_time()
+            if time.monotonic() < paused_until:
+                self._num_failed += 1
+                one.is_done = True
+                continue
+            self._blocks.read(one.block, memoryview(buffer)[HEADER.size:])
+            try:
+                with self._writing:
+                    if one.is_stale:
+                        continue
+                    one.is_done = True
+                    self._store.write(one.key, one.owner, buffer)
+                self._num_written, failures = self._num_written + 1, 0
+            except OSError as error:
+                self._num_failed, failures = self._num_failed + 1, failures + 1
+                paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
+                self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
+            self._rest(time.thread_time() - began)
+
+    def _rest(self, worked: float) -> None:
+        if self._scheduler.running:
+            time.sleep(REST * worked)
+
+    # -- the reader ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        self._place()
+        go_last()
+        buffer = bytearray(HEADER.size + self._blocks.block_bytes)
+        while (reading := self._to_read.get()) is not None:
+            if not reading.is_cancelled:
+                self._read_all(reading, buffer)
+
+    def _read_all(self, reading: _Reading, buffer: bytearray) -> None:
+        began = told = time.monotonic()
+        spent, first, failure = 0.0, reading.num_arrived, ""
+        for index in range(first, len(reading.keys)):
+            at, worked = time.monotonic(), time.thread_time()
+            if not self._store.read(reading.keys[index], buffer):
+                failure = "a block is not on disk any more, or is damaged"
+                break
+            with self._lock:
+                if reading.is_cancelled:
+                    return
+                self._blocks.write(reading.blocks[index], memoryview(buffer)[HEADER.size:])
+                reading.num_arrived = index + 1
+            self._num_read += 1
+            now = time.monotonic()
+            spent += now - at
+            left = (len(reading.keys) - index - 1) * spent / (index + 1 - first)
+            if left and now - began + left > max(TOLD, reading.seconds):
+                failure = "it is slower than predicted"
+                break
+            self._rest(time.thread_time() - worked)
+            if now - told > TOLD:
+                self._tell(reading, is_last=False)
+                told = now
+        if reading.num_arrived > first:
+            rate = spent / ((reading.num_arrived - first) * self._blocks.block_bytes)
+            self._seconds_per_byte = (self._seconds_per_byte + rate) / 2 if self._measured else rate
+            self._measured = time.monotonic()
+        self._tell(reading, is_last=True, failure=failure)
+
+    def _tell(self, reading: _Reading, *, is_last: bool, failure: str = "") -> None:
+        with self._lock:
+            reading.is_over |= is_last
+            if not reading.is_cancelled:
+                self._arrivals[reading.request_id] = ReceivedBlocks(
+                    reading.request_id, reading.num_arrived, is_last, failure)
+
+
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # numbers of the system call
+THREAD, IDLE = 1, 3 << 13  # of whom the number 0 is the caller; a class of priorities
+
+
+def _set_idle_io() -> None:
+    """Let all other programs go before this thread at the disk, where the system has such a priority."""
+    if sys.platform == "linux" and (number := IOPRIO_SET.get(platform.machine())) is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).syscall(number, THREAD, 0, IDLE)
+
+

@@ -1,10 +1,11 @@
 """First tokens after a restart, without and with the prefix cache's blocks on disk; gaps of streams beside a read.
 
-    python -m benchmarks.kv_disk MODEL [--streams]
+    python -m benchmarks.kv_disk MODEL restarts
+    python -m benchmarks.kv_disk MODEL streams
 
-A server is started, answers a prompt, and is started again: `cold` is the first token of another prompt of as many
-tokens after a start, `warm` that of the prompt whose blocks are on disk.  With `--streams` four streams decode
-meanwhile; their gaps are those of a second without prompts, of `cold` and of `warm`.
+A server is started, answers prompts, and is started again: `cold` is the first token of another prompt of as many
+tokens after a start, `warm` that of a prompt whose blocks are on disk.  With `streams` four streams decode meanwhile:
+their gaps are those of two seconds without prompts, and those until the first token of `warm` and of `cold`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
 
 NUM_TOKENS = 4000
-OUTPUT = 400  # tokens of a stream
+OUTPUT = 1500  # tokens of a stream
+RESULT = Path(__file__).parent / "results" / "kv-disk-cpu.json"
 READY = re.compile(r"Ready after .* on (https?://\S+)")
 
 
@@ -76,14 +79,15 @@ def metrics(client: httpx.Client) -> dict[str, float]:
             r'slotwise:prompt_tokens_by_cause_total\{cause="(found\w*)".*?\} (\S+)', text)}
 
 
-def wait_written(client: httpx.Client, folder: Path) -> None:
+def wait_written(folder: Path) -> None:
     number = -1
     while number != (number := len(list((folder / "blocks").glob("*.kv")))) or number == 0:
         time.sleep(1)
 
 
 def gaps(found: list[float], begin: float, end: float) -> list[float]:
-    return [1e3 * (later - sooner) for sooner, later in zip(found[1:], found[2:], strict=False) if begin <= later <= end]
+    return [1e3 * (later - sooner) for sooner, later in pairwise(found[1:])
+            if begin <= later <= end]
 
 
 def beside_streams(client: httpx.Client, tokens: list[int] | None) -> tuple[list[float], float]:
@@ -108,36 +112,46 @@ def described(values: list[float]) -> dict[str, float]:
             "longest": round(values[-1], 2), "number": len(values)}
 
 
+def restarts(model: str, folder: Path, repeats: int) -> list[dict[str, float]]:
+    found = []
+    for number in range(repeats):
+        with serving(model, folder) as client:
+            first(client, prompt(99)[:64])
+            cold, warm = first(client, prompt(50 + number)), first(client, prompt(number))
+            found.append({"cold_s": round(cold, 3), "warm_s": round(warm, 3), **metrics(client)})
+    return found
+
+
+def streams(model: str, folder: Path) -> dict[str, dict[str, float]]:
+    found = {}
+    with serving(model, folder) as client:
+        first(client, prompt(99)[:600])
+        asks = {"quiet": None, "warm": prompt(0), "quiet again": None, "warm again": prompt(1), "cold": prompt(80)}
+        for what, tokens in asks.items():
+            between, seconds = beside_streams(client, tokens)
+            found[what] = described(between) | {"first_s": round(seconds, 3)}
+        found["metrics"] = metrics(client)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("--streams", action="store_true")
+    parser.add_argument("what", choices=("restarts", "streams"))
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result: dict[str, object] = {"model": asked.model, "tokens": NUM_TOKENS}
         with serving(asked.model, folder) as client:
-            for number in range(asked.repeats if not asked.streams else 2):
+            for number in range(asked.repeats if asked.what == "restarts" else 2):
                 first(client, prompt(number))
-                wait_written(client, folder)
-            result["blocks"] = metrics(client)
-        if asked.streams:
-            with serving(asked.model, folder) as client:
-                first(client, prompt(99)[:600])
-                for what, tokens in (("quiet", None), ("warm", prompt(0)), ("quiet again", None), ("warm again", prompt(1)),
-                                     ("cold", prompt(50))):
-                    found, seconds = beside_streams(client, tokens)
-                    result[what] = described(found) | {"first_s": round(seconds, 3)}
-                result["metrics"] = metrics(client)
-        else:
-            for number in range(asked.repeats):
-                with serving(asked.model, folder) as client:
-                    first(client, prompt(99)[:64])
-                    cold, warm = first(client, prompt(50 + number)), first(client, prompt(number))
-                    result[f"run {number}"] = {"cold_s": round(cold, 3), "warm_s": round(warm, 3),
-                                               "ratio": round(cold / warm, 2), **metrics(client)}
-        print(json.dumps(result, indent=1))
+                wait_written(folder)
+        known |= {"model": asked.model, "tokens": NUM_TOKENS, "date": time.strftime("%-d %B %Y")}
+        known[asked.what] = (restarts(asked.model, folder, asked.repeats) if asked.what == "restarts"
+                             else streams(asked.model, folder))
+    RESULT.write_text(json.dumps(known, indent=1) + "\n")
+    print(json.dumps(known[asked.what], indent=1))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts of a request": records.parts_of_a_request,
     "modules": modules.modules,
     "reliability": results.reliability,
+    "kv disk": results.kv_disk,
     "eviction found": eviction.found,
     "eviction times": eviction.times,
     "compared with vllm": results.compared_with_vllm,

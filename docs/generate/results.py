@@ -20,6 +20,29 @@ def load(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
+# -- blocks on disk ----------------------------------------------------------------------------------------------------
+
+
+def kv_disk() -> str:
+    """Returns first tokens after a restart, and the gaps of streams while a prompt is read."""
+    found = load("kv-disk-cpu")
+    runs, gaps = found["restarts"], found["streams"]
+    cold, warm = (median([run[name] for run in runs]) for name in ("cold_s", "warm_s"))
+    beside = [gap for name, gap in gaps.items() if name.startswith("warm")]
+    quiet = [gap for name, gap in gaps.items() if name.startswith("quiet")]
+    rows = [
+        ("first token, computed", f"{cold:,.2f} s"), ("first token, read from disk", f"{warm:,.3f} s"),
+        ("computed ÷ read", f"{cold / warm:,.1f}"),
+        *[(f"gaps of four streams, {name}: p50, p99", f"{median([one['p50'] for one in some]):.1f} ms, "
+           f"{median([one['p99'] for one in some]):.1f} ms")
+          for name, some in (("nothing else", quiet), ("while a prompt is read", beside), ("while one is computed",
+                                                                                         [gaps["cold"]]))],
+        ("first token beside the streams: read, computed",
+         f"{median([one['first_s'] for one in beside]):,.2f} s, {gaps['cold']['first_s']:,.2f} s")]
+    return table((f"{found['model']}, a prompt of {found['tokens']:,} tokens, {len(runs)} restarts, {found['date']}",
+                  "two cores>"), rows)
+
+
 # -- compared with vLLM ------------------------------------------------------------------------------------------------
 
 

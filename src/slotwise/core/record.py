@@ -124,7 +124,7 @@ class PrefixOnDisk(NamedTuple):
 class DiskNews(NamedTuple):
     """What happened on the disk under the prefix cache since the last record."""
 
-    found: tuple[PrefixOnDisk, ...] = ()
+    found: tuple[PrefixOnDisk, ...] = ()  # prompts of new requests
     arrivals: tuple[ReceivedBlocks, ...] = ()  # blocks that were read
     num_written: int = 0  # blocks
     num_read: int = 0  # blocks

@@ -97,12 +97,15 @@ class DiskStore:
         clock: seconds since 1970.
 
     Raises:
-        OSError: the folder cannot be made or read, is another user's, or another process uses it.
+        OSError: the folder cannot be made or read, is another user's, another process uses it, or no block fits.
     """
 
     def __init__(self, folder: Path, block_bytes: int, most_bytes: int, max_age: float,
                  clock: Callable[[], float] = time.time) -> None:
         make_folder(folder)
+        if _on_disk(HEADER.size + block_bytes) > most_bytes:
+            raise OSError(errno.EFBIG, f"{most_bytes:,} bytes are fewer than those of one block, "
+                                       f"{HEADER.size + block_bytes:,}: raise kv_disk_size")
         self.block_bytes = block_bytes
         self.num_damaged = 0
         self._folder, self._most, self._max_age, self._clock = folder, most_bytes, max_age, clock
@@ -203,9 +206,7 @@ class DiskStore:
         return HEADER.unpack_from(buffer) == expected
 
     def write(self, key: bytes, owner: str, buffer: bytearray) -> None:
-        """Write the block that `buffer` has behind room for a header, unless it is there.  Raises OSError."""
-        if self.has(key) or len(buffer) > self._most:
-            return
+        """Write the block that `buffer` has behind room for a header.  Raises OSError."""
         HEADER.pack_into(buffer, 0, MAGIC, self.block_bytes, key, hashlib.sha256(
             memoryview(buffer)[HEADER.size:]).digest())
         self._make_room(_on_disk(len(buffer)))
@@ -228,8 +229,11 @@ class DiskStore:
 
     def expire(self) -> None:
         """Remove the files that are too old."""
-        for key in [key for key, file in list(self._files.items()) if self._is_old(file)]:
-            self._remove(key)
+        with self._lock:
+            known = list(self._files.items())
+        for key, file in known:
+            if self._is_old(file):
+                self._remove(key)
 
     def remove_all(self, owner: str | None = None) -> int:
         """Remove the files of an owner, or all.  Returns how many there were.
@@ -245,8 +249,12 @@ class DiskStore:
         return len(names)
 
     def _make_room(self, size: int) -> None:
-        while self._files and (self._num_bytes + size > self._most or len(self._files) >= MAX_FILES):
-            self._remove(next(iter(self._files)))
+        while self._num_bytes + size > self._most or len(self._files) >= MAX_FILES:
+            with self._lock:
+                oldest = next(iter(self._files), None)
+            if oldest is None:
+                return
+            self._remove(oldest)
 
     def _add(self, key: bytes, file: _File) -> None:
         if (before := self._files.pop(key, None)) is not None:
@@ -404,14 +412,17 @@ class DiskLink(KVLink):
         if namespace.adapter or request.kv is not None or request.computes_whole_prompt or not num_full or not len(
                 self._store):
             return
-        prefix, keys, key = self._prefix, list[bytes](), self._keys.root(namespace.salt)
-        first = len(prefix.chain(request.block_hashes, request.tokens, len(request.tokens) - 1))
-        for index, tokens in enumerate(prefix.tokens_of(request.block_hashes, request.tokens, num_full)):
+        in_memory = self._prefix.chain(request.block_hashes, request.tokens, len(request.tokens) - 1)
+        keys, first = [*map(self._key_of, in_memory)], len(in_memory)
+        key = keys[-1] if keys else self._keys.root(namespace.salt)
+        if not key:
+            return
+        for tokens in self._prefix.tokens_of(request.block_hashes, request.tokens, num_full)[first:]:
             key = self._keys.after(key, tokens)
-            if index >= first and not self._store.has(key):
+            if not self._store.has(key):
                 break
             keys.append(key)
-        if len(keys) <= first:
+        if len(keys) == first:
             return
         self._store.use(keys)
         seconds = self._seconds_to_compute(first, len(keys))
@@ -610,6 +621,9 @@ class DiskLink(KVLink):
                 self._store.expire()
                 looked = time.monotonic()
             if one is None or one.is_stale:
+                continue
+            if self._store.has(one.key):  # of another request with the same prompt
+                one.is_done = True
                 continue
             began = time.thread_time()
             if time.monotonic() < paused_until:

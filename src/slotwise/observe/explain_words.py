@@ -97,6 +97,8 @@ def cache_sentence(spans: Sequence[CacheSpan]) -> str:
         return ""
     found, missed = [span for span in spans if span.is_found], [span for span in spans if not span.is_found]
     said = f"Of {_tokens(spans[-1].end, 'prompt token')} {sum(span.num_tokens for span in found):,} were cached"
+    if on_disk := sum(span.num_tokens for span in found if span.cause == cache_causes.FOUND_ON_DISK):
+        said += f" ({on_disk:,} of them on disk)"
     if found:
         said += f", which saved {_duration(sum(span.ns for span in found))}"
     return f"{said}; computed: {_listed([_missed(span) for span in missed])}."

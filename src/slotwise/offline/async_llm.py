@@ -87,9 +87,9 @@ class AsyncLLM(VllmMethods):
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As that of `LLM`."""
         check_call({"reset_connector": reset_connector})
-        await self._ready()
         self._frontend.reset_prefix_cache()
         if self._arguments.config.kv_disk is not None:
+            await self._ready()
             await self._client.remove_stored()
         return True
 

@@ -138,8 +138,10 @@ class OfflineEngine:
         return record
 
     def remove_stored(self) -> None:
-        """Removes the blocks that are on disk."""
-        if self._engine is not None:
+        """Removes the blocks that are on disk.  Raises RuntimeError at level 2 of a sleep: no engine can."""
+        if self._config.kv_disk is not None:
+            if self._engine is None:
+                raise RuntimeError("blocks on disk cannot be removed while the model is asleep: call wake_up()")
             self._engine.remove_stored()()
 
     # -- sleep ---------------------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
 PAGE = 4096  # bytes; a file takes a multiple of it
 MAX_FILES = 1 << 18  # that the index has; it takes about 300 bytes for each
 MAX_PENDING = 256  # blocks that wait to be written
-REST = 3.0  # times the time worked, after each block, while requests run: they need the interpreter and the processors
+REST = 9.0  # times the time worked, after each block, while requests run: they need the interpreter and the processors
+HASTE = 3.0  # by which a writer that is behind shortens its rests
 SECRET, SECRET_BYTES = "secret", 32
 UNTIMED_RATE = 500e6  # bytes per second that are read, before any were
 REMEASURED = 60.0  # seconds after which a slow rate is forgotten
@@ -642,7 +643,8 @@ class DiskLink(KVLink):
                 self._num_failed, failures = self._num_failed + 1, failures + 1
                 paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
                 self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
-            self._rest(time.thread_time() - began)
+            is_behind = self._to_write.qsize() > MAX_PENDING // 2
+            self._rest((time.thread_time() - began) / (HASTE if is_behind else 1))
 
     def _rest(self, worked: float) -> None:
         if self._scheduler.running:

@@ -57,11 +57,13 @@ from slotwise.measure.workload.sessions import (
 
 KEY = "operator"
 KEPT, OTHERS = "kept", "others"  # names of sessions: those that ask to be retained, where any do
+KEPT_OF = 4  # sessions, or groups with a common prefix: one of so many asks to be retained
 RETAIN = 300.0  # seconds: longer than a window
 TRAFFIC_SECONDS = 600.0  # of the traffic that a window stands for
 ANSWER_START, ANSWER_TOKEN = 0.1, 0.02  # seconds of an answer of usual speed: to its first token, and for each
 BLOCK = 16  # tokens
-LONGEST = 4096  # tokens of a prompt with its output
+LONGEST = 1280  # tokens of a prompt with its output; longer ones are left out
+SPARE = 32  # blocks that a cache has at least, beside those of one request
 PROBED = 256 << 20  # bytes of a cache, by which the bytes of a block are known
 WARM_UPS = (24, 100, 400, 1600)  # tokens of the prompts before a window
 WITHOUT, WITH = "without", "with"
@@ -75,7 +77,7 @@ class Scale(NamedTuple):
     cache: float  # share of the different blocks that the cache has
 
 
-SCALES = {CONVERSATIONS: Scale(12, 1 / 32, 0.25), AGENTS: Scale(10, 1 / 24, 0.125), PREFIXES: Scale(20, 1 / 8, 0.25)}
+SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 0.125), AGENTS: Scale(4, 1 / 48, 0.125), PREFIXES: Scale(25, 1 / 8, 0.125)}
 
 
 class Ask(NamedTuple):
@@ -92,14 +94,14 @@ def sessions_of(kind: str, trace: Path, seed: int) -> list[tuple[Session, bool]]
     if kind == AGENTS:
         recipe = Agents(num_sessions=round(AGENT_STARTS * TRAFFIC_SECONDS / 60 / every), scale=scale,
                         rate=AGENT_STARTS / 60 / every)
-        return [(session, number % 2 == 0) for number, session in enumerate(agents(recipe, seed))]
+        return [(session, number % KEPT_OF == 0) for number, session in enumerate(agents(recipe, seed))]
     if kind == PREFIXES:
         rate = PREFIX_RATE / every
         found = prefixes(seed, round(rate * TRAFFIC_SECONDS), rate, scale=scale)
-        return [(session, _first(session) % 2 == 1) for session in found]
+        return [(session, _first(session) % KEPT_OF == 1) for session in found]
     found = [session for session in read_mooncake(trace, TRAFFIC_SECONDS, scale)
              if _first(session) % every == seed % every]
-    return [(session, _first(session) // every % 2 == 0) for session in found]
+    return [(session, _first(session) // every % KEPT_OF == 0) for session in found]
 
 
 def _first(session: Session) -> int:
@@ -218,7 +220,7 @@ def _kept(answer: Mapping[str, Any], num_asked: int) -> dict[str, Any]:
 
 def options(asked: argparse.Namespace, policy: str, memory: int, log: str = "") -> list[str]:
     found = [asked.model, "--admin-api-key", KEY, "--eviction-policy", policy, "--kv-cache-memory", str(memory),
-             "--block-size", str(BLOCK), "--max-model-len", str(LONGEST), "--max-num-seqs", "32",
+             "--block-size", str(BLOCK), "--max-model-len", str(LONGEST), "--max-num-seqs", "8",
              "--speculative-config", '{"method": "none"}', *NO_QUEUE_BOUND]
     return [*found, "--event-log", log] if log else found
 
@@ -232,7 +234,7 @@ def pairs_of(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sessions = sessions_of(kind, asked.trace, asked.seed)
         asks = asks_of(sessions, asked.seconds)
         needed = working_set([Session(0.0, (one.turn,)) for one in asks], BLOCK)
-        num_blocks = max(int(needed * SCALES[kind].cache), 2 * LONGEST // BLOCK)
+        num_blocks = max(int(needed * SCALES[kind].cache), LONGEST // BLOCK + SPARE)
         pair: dict[str, Any] = {}
         for name, policy in ((WITHOUT, LRU), (WITH, HINTED))[:: 1 if asked.seed % 2 else -1]:
             log = str(asked.keep / f"{kind}-{asked.seed}-{name}") if asked.keep else ""

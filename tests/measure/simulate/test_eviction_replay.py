@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -160,6 +161,36 @@ def test_a_what_if_of_a_servers_ring_says_what_retention_would_save():
     assert "s of prompt computation saved: 2,560 of" in answer["prompts_text"]
     with pytest.raises(ValueError, match="the eviction policy lru obeys no retention"):
         what_if(kept.entries, {"eviction_policy": LRU}, LatencyLimits(), retain={"*": 60.0})
+
+
+def test_a_replay_of_a_servers_ring_finds_the_outputs_that_prompts_repeat():
+    kept, recorder = Kept(), Recorder()
+    recorder.add_reader(kept)
+    asked = []
+    for session in agents(replace(SMALL, output=(40, 0.3)), seed=3):
+        at = session.starts_at
+        for one in session.turns:
+            at += one.pause
+            asked.append((at, one))
+            at += 5.0
+    asked.sort(key=lambda each: each[0])
+    setup = setup_of(600, block_size=16)
+    outputs = {number: one.output_ids for number, (_, one) in enumerate(asked)}
+    simulate([(at, command_of(one, number, "")) for number, (at, one) in enumerate(asked)],
+             [Server(setup, outputs, observers=[recorder])])
+    prompts = what_if(kept.entries, {"eviction_policy": HINTED}, LatencyLimits())["prompts"]
+    assert prompts["measured"]["found"] > 0.5 * prompts["measured"]["tokens"]
+    assert prompts["replayed"]["found"] == pytest.approx(prompts["measured"]["found"], rel=0.004)
+
+
+def test_a_what_if_refuses_no_request_where_the_server_refused_none():
+    kept, recorder = Kept(), Recorder()
+    recorder.add_reader(kept)
+    flood = [turn(*range(1000 * n, 1000 * n + 128), output=8) for n in range(400)]
+    simulate([(1 + 0.01 * number, command_of(one, number, "")) for number, one in enumerate(flood)],
+             [Server(setup_of(700), observers=[recorder])])
+    figures = what_if(kept.entries, {"eviction_policy": HINTED}, LatencyLimits())["groups"]["all requests"]
+    assert {figures[run]["served"] for run in ("measured", "replayed", "what_if")} == {len(flood)}
 
 
 def command_of(one: Turn, number: int, name: str) -> Add:

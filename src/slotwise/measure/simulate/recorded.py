@@ -2,15 +2,16 @@
 
 The step-time model goes on learning from the log's steps.  A log in a file holds prompts and outputs, so prefixes are
 shared as they were, and drafts from texts are found again.  A server's ring has digests of prompts' pieces, so these
-are shared up to a piece, and outputs are not found by the prompts that repeat them; a stream has neither.  A draft
-model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the outputs are known.
+are shared up to a piece, and a prompt that continues another is taken to repeat its output; a stream has neither.  A
+draft model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the outputs are
+known.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -93,6 +94,7 @@ def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording
 class _Reader:
     def __init__(self, run: event_log.Run) -> None:
         self.recording = Recording(run, ObservedStepTimes(run.learned))
+        self._prompts = _Prompts(run.limits.block_size)
         self._admitted: set[int] = set()
         self._gaps: list[float] = []
         self._clock = new_clock()  # when each step ended
@@ -165,7 +167,7 @@ class _Reader:
         self._has_predictions |= bool(spec.prediction)
         self.recording.num_prompt[entry.number] = entry.num_prompt
         return Add(entry.number, replace(
-            spec, prompt=spec.prompt or _prompt_of(entry, self.recording.run.limits.block_size),
+            spec, prompt=spec.prompt or self._prompts.tokens(entry, self.recording.outputs),
             params=replace(spec.params, grammar=None), stop_lengths=(), kv=None), name=entry.id)
 
     def _keep(self, step: StepRecord) -> None:
@@ -199,12 +201,42 @@ class _Reader:
             request.ended, request.reason = step.ended_ns * NS, end.reason
 
 
-def _prompt_of(entry: event_log.RequestEntry, block_size: int) -> tuple[int, ...]:
-    """Returns token ids for a prompt that is not known: equal for equal pieces, and else no other prompt's."""
-    found: list[int] = []
-    for piece, end in zip(entry.pieces, event_log.piece_ends(entry.num_prompt, block_size), strict=False):
-        found += repeat(PIECES + piece, end - len(found))
-    return (*found, *repeat(OWN + entry.number, entry.num_prompt - len(found)))
+class _Prompts:
+    """Token ids of prompts that are known by digests of their pieces: equal for equal pieces, else no other prompt's.
+
+    A prompt that begins with all pieces of an earlier one is taken to continue it: it repeats the rest of that prompt,
+    and its output.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tokens: dict[int, tuple[int, ...]] = {}  # by digest, of the piece that it ends
+        self._latest: dict[int, tuple[int, int]] = {}  # by digest of its last piece: a request, and the tokens behind
+
+    def tokens(self, entry: event_log.RequestEntry, outputs: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+        """Returns the token ids of a request's prompt.
+
+        Args:
+            outputs: of the requests before, as far as they are known.
+        """
+        found: list[int] = []
+        before, num_rest, behind = -1, 0, 0  # the latest request that it continues, and tokens since its last piece
+        ends = event_log.piece_ends(entry.num_prompt, self._block_size)
+        for piece, end in zip(entry.pieces, ends, strict=False):
+            size = end - len(found)
+            known = self._tokens.get(piece, ())
+            if len(known) != size:
+                rest = [*repeat(OWN + before, num_rest), *outputs[before]] if before >= 0 else []
+                repeated = rest[behind : behind + size]
+                known = self._tokens[piece] = (*repeated, *repeat(PIECES + piece, size - len(repeated)))
+            found += known
+            behind += size
+            if piece in self._latest:
+                (before, num_rest), behind = self._latest[piece], 0
+        rest_of_this = entry.num_prompt - len(found)
+        if entry.pieces:
+            self._latest[entry.pieces[-1]] = entry.number, rest_of_this
+        return (*found, *repeat(OWN + entry.number, rest_of_this))
 
 
 class _Measured:

@@ -36,6 +36,7 @@ MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
 EVERY = "*"  # all sessions
 NO_RETENTION: Mapping[str, float] = MappingProxyType({})
+ANY_NUMBER = 1 << 40  # of requests and of prompt tokens that wait
 RELIABLE = 0.3  # the largest error of a replay at which its figures stand without a warning
 READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
@@ -66,6 +67,8 @@ def what_if(
     if recording.receives:
         raise ValueError("prompts of this log came from other engines or from disk: a replay does not know when they "
                          "arrive")
+    if not recording.num_refused:  # by bounds that a log does not name, the server accepted all of them
+        setup = replace(setup, max_queued=(ANY_NUMBER, ANY_NUMBER))
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
     if retain and changed.limits.eviction_policy not in OBEYING:
         raise ValueError(f"retain: the eviction policy {changed.limits.eviction_policy} obeys no retention; change "

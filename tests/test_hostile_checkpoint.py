@@ -6,7 +6,8 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,15 @@ GIB = 1 << 30
 ROOM = 3 * GIB  # of addresses, for what one of these may ask for; the greatest rotary table takes two
 
 
-@pytest.fixture(scope="module", params=["llama2", "qwen2"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(request.param, tmp_path_factory.mktemp("hostile") / "model", shard_size="300KB", tokenizer=True)
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda family: make(
+        family, tmp_path_factory.mktemp(family) / "model", shard_size="300KB", tokenizer=True))
+
+
+@pytest.fixture(params=["llama2", "qwen2"])
+def folder(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Path:
+    return folder_of(request.param)
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ def test_that_is_interrupted():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize(("processes", "sent"), [(0, signal.SIGKILL), (1, signal.SIGINT), (1, signal.SIGKILL)])
-def test_processes_of_tests_end_with_them(tmp_path: Path, processes: int, sent: signal.Signals) -> None:
+@pytest.mark.parametrize(("forks", "sent"), [(0, signal.SIGKILL), (1, signal.SIGINT), (1, signal.SIGKILL)])
+def test_processes_of_tests_end_with_them(tmp_path: Path, forks: int, sent: signal.Signals) -> None:
     (tmp_path / "test_it.py").write_text(TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-n", str(processes),
-               "test_it.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider",
+               "-p", "support.forked", "--forks", str(forks), "test_it.py"]
     mark = tmp_path / "mark"
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
                           stdout=subprocess.DEVNULL, start_new_session=True) as tests:

@@ -82,23 +82,30 @@ def _dead_end(matcher: Any, tokenizer: Any, kind: str, text: str, ends: float) -
         for _ in range(STEPS):
             if time.thread_time() > ends:
                 return ""
-            bits = int.from_bytes(walk.compute_bitmask(), "little")
+            mask = walk.compute_bitmask()
             if walk.is_error() and walk.stop_reason() in TOO_COMPLEX:
                 break  # a limit of one token, which few texts reach
-            allowed = [token for token in range(end + 1) if bits >> token & 1]
+            allowed, usual = _allowed(mask, end)
             if walk.is_error() or not allowed:
                 return died(kind, text, bytes(written), message_of(walk) if walk.is_error() else "")
-            token = _chosen(allowed, draw)
+            token = _chosen(allowed, usual, draw)
             if token == end or not walk.consume_token(token):
                 break
             written += bytes([token]) if token < NUM_BYTES else b""
     return ""
 
 
-def _chosen(allowed: list[int], draw: random.Random) -> int:
+@lru_cache(maxsize=1024)  # the same few masks come again and again, within a grammar and among grammars
+def _allowed(mask: bytes, end: int) -> tuple[list[int], list[int]]:
+    """The tokens up to `end` whose bits a mask has set, and the usual ones of them, both in order."""
+    bits = int.from_bytes(mask, "little")
+    allowed = [token for token in range(end + 1) if bits >> token & 1]
+    return allowed, [token for token in allowed if token in USUAL]
+
+
+def _chosen(allowed: Sequence[int], usual: Sequence[int], draw: random.Random) -> int:
     """The next token of a random text: mostly what divides and ends values, for that is where texts die."""
-    usual = [token for token in allowed if token in USUAL]
-    if QUOTE in allowed and draw.random() < 0.3:
+    if QUOTE in usual and draw.random() < 0.3:
         return QUOTE
     return draw.choice(usual if usual and draw.random() < 0.9 else allowed)
 

@@ -1,7 +1,7 @@
 """The table of `transformers`' causal models, from `docs/architectures.json` and the table of parts that are missing.
 
 `python -m docs.generate.architectures` writes that file anew: it gives Slotwise the config of each class in
-`MODEL_FOR_CAUSAL_LM_MAPPING`, as transformers fills it in by default.
+`MODEL_FOR_CAUSAL_LM_MAPPING`, as transformers fills it in by default, with `is_decoder` where it has that field.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def _message(model_type: str, name: str) -> str:
         from transformers import AutoConfig
 
         values = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+        if "is_decoder" in values:  # of encoders that may be decoders
+            values["is_decoder"] = True
     try:
         configure(Fields(values | {"architectures": [name], "model_type": model_type}, WHERE))
     except CheckpointError as error:

@@ -6,6 +6,7 @@ import ast
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from docs.generate import names
 from docs.generate.blocks import ROOT
@@ -13,7 +14,7 @@ from docs.generate.markdown import code, escaped, first_sentence, listed, senten
 
 from slotwise.compute.model import model_config
 from slotwise.compute.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
-from slotwise.compute.model.family_table import ENCODERS, FAMILIES
+from slotwise.compute.model.family_table import ENCODERS, FAMILIES, Family
 from slotwise.compute.model.gguf.architectures import ARCHITECTURES
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.quantization.quantization_methods import METHODS
@@ -67,7 +68,7 @@ def architectures() -> str:
             f"`make families`, in float32 on small random weights. Tokens are compared {', '.join(TOKENS)}.")
     return head + "\n\n" + table(
         ("`architectures` in config.json", "models", "tokens", "GGUF", "LoRA", "ranks", "`--quantization int8`"),
-        [(code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)),
+        [(code(name), escaped(first_sentence(_module(family).__doc__)),
           *_cells(by_class.get(name, []), name)) for name, family in FAMILIES.items()])
 
 
@@ -77,8 +78,13 @@ def encoders() -> str:
             "may also name the same model with a head of labels (`ForSequenceClassification`), or with one that fills "
             "gaps, which is not read.")
     return head + "\n\n" + table(("`architectures` in config.json", "models"), [
-        (code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)))
+        (code(name), escaped(first_sentence(_module(family).__doc__)))
         for name, family in ENCODERS.items()])
+
+
+def _module(family: Family) -> ModuleType:
+    """The module that reads a family's configs."""
+    return sys.modules[getattr(family.configure, "func", family.configure).__module__]
 
 
 def _cells(found: list[dict[str, str]], name: str) -> list[str]:
@@ -87,7 +93,8 @@ def _cells(found: list[dict[str, str]], name: str) -> list[str]:
     tokens = [what for what in TOKENS if any(each.get(what) != "passed" for each in found)]
     cells = ["not " + ", ".join(tokens) if tokens else "equal"]
     for what in ("GGUF", "LoRA", "ranks", "int8"):
-        said = {each[key] for each in found for key in (what, f"no {what}", f"not all {what}") if key in each}
+        keys = (what, f"no {what}", f"not all {what}", *(["converted"] if what == "GGUF" else []))
+        said = {each[key] for each in found for key in keys if key in each}
         cells.append("; ".join(sorted("yes" if one == "passed" else escaped(one) for one in said)) or NOT_RUN)
     return cells
 

@@ -132,6 +132,12 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1", GROUPED | {"first_k_dense_replace": 1, "sliding_window": 48, "max_window_layers": 1,
                                   "norm_topk_prob": True}),
     "solar_open": ("SolarOpen", GROUPED | {"intermediate_size": ...}),
+    "minimax": ("MiniMax", {
+        "num_hidden_layers": 4, "num_local_experts": 6, "block_size": 16, "linear_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2, "mlp_beta_factor": 0.9}),
+    "mimo_v2": ("MiMoV2Flash", GROUPED | {
+        "num_hidden_layers": 4, "n_shared_experts": ..., "v_head_dim": 20, "sliding_window": 48, "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention", "full_attention"]}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PARTIAL_ROPE}),
     "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 64, "use_bias": True}),
     "granite_moe_shared": ("GraniteMoeShared", GRANITE | {"num_local_experts": 4, "shared_intermediate_size": 64}),
@@ -304,12 +310,18 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie", DECODER),
     "bert_generation": ("BertGenerationDecoder", DECODER | {"initializer_range": 0.3}),
     "megatron_bert": ("MegatronBert", DECODER | {"initializer_range": 0.8}),
+    "roberta_decoder": ("Roberta", DECODER | {"pad_token_id": 1}),
+    "xlm_roberta_decoder": ("XLMRoberta", DECODER | {"pad_token_id": 1}),
+    "camembert_decoder": ("Camembert", DECODER | {"pad_token_id": 1}),
+    "data2vec": ("Data2VecText", DECODER | {"pad_token_id": 1}),
+    "roberta_prelayernorm": ("RobertaPreLayerNorm", DECODER | {"pad_token_id": 1}),
+    "xlm_roberta_xl": ("XLMRobertaXL", DECODER | {"pad_token_id": 1, "initializer_range": 0.8}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),
 }  # fmt: skip
 
 RECURRENT = (  # families whose states no ranks divide
-    "olmo_hybrid", "kimi_linear", "zamba2", "lfm3",
+    "olmo_hybrid", "kimi_linear", "zamba2", "lfm3", "minimax",
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h_moe", "falcon_h1")
 
@@ -326,7 +338,9 @@ ALIKE = {
     "gpt_neox_japanese": "gpt_neox", "nemotron": "gpt_neox", "persimmon": "phi", "codegen": "gptj",
     "stablelm": "stablelm_12b", "olmo": "stablelm_12b", "opt": "opt_350m", "openai_gpt": "opt_350m",
     "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m", "ernie": "opt_350m",
-    "bert_decoder": "opt_350m", "bert_generation": "opt_350m", "megatron_bert": "gpt2",
+    "bert_decoder": "opt_350m", "bert_generation": "opt_350m", "megatron_bert": "gpt2", "roberta_decoder": "opt_350m",
+    "xlm_roberta_decoder": "opt_350m", "camembert_decoder": "opt_350m", "data2vec": "opt_350m",
+    "roberta_prelayernorm": "gpt2", "xlm_roberta_xl": "gpt2",
     "cohere2_moe": "cohere2", "dbrx": "qwen3_moe", "olmo_hybrid": "qwen3_next", "laguna": "afmoe",
     "apertus1p5": "apertus", "cohere_compass": "cohere2", "lfm3": "lfm2",
     "zamba2": "falcon_h1",
@@ -357,10 +371,11 @@ ENCODERS_ALIKE = {"xlm_roberta": "roberta", "camembert": "roberta", "electra": "
 COMPARED_ENCODERS = [name for name in ENCODERS if ARE_ALL_ASKED or name not in ENCODERS_ALIKE]
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
-NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt",
+NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "mimo_v2", "flint", "bloom", "mpt",
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt", "megatron-bert", '"mpnet"')
 """In configs of models whose attention torch's own does not compute."""
-UNPADDED = ("llama4_text", "bert-generation")  # types of models whose tokens depend on padding
+UNPADDED = ("llama4_text", "bert-generation", "roberta", "xlm-roberta", "camembert", "data2vec-text",
+            "roberta-prelayernorm", "xlm-roberta-xl")  # types of models whose tokens depend on padding
 UNSCALED = ("Gemma3n", "Gemma4", "Gemma4Unified")
 """Classes whose scores are not divided by the root of the size of a head."""
 
@@ -373,6 +388,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+def own_fields(family: str) -> dict[str, Any]:
+    """Where the config of a family of EVERY differs from SIZES."""
+    return _SHAPES[family][1]
 
 
 def class_name(family: str) -> str:

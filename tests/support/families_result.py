@@ -23,6 +23,7 @@ TESTS = {
     "preempted": "test_with_so_few_blocks_that_requests_are_preempted",
     "prefix-cached": "test_in_chunks_of_seven_tokens_and_then_from_cached_prefixes",
     "GGUF": "test_a_file_computes_the_tokens_of_its_checkpoint",
+    "converted": "test_a_file_of_the_converter_computes_the_logits_of_transformers",
     "LoRA": "test_the_tokens_of_an_adapter_are_those_of_merged_weights", "ranks": "test_every_family",
     "no ranks": "test_recurrent_states_are_refused", "not all ranks": "test_what_needs_all_of_a_layer_is_refused",
     "int8": "test_int8_weights_are_smaller_and_close",

@@ -66,7 +66,9 @@ from slotwise.compute.model.families import (
     mamba,
     mamba2,
     mellum,
+    mimo_v2,
     minicpm3,
+    minimax,
     minimax_m2,
     mistral,
     modernbert,
@@ -207,6 +209,8 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeForCausalLM": Family(glm4_moe.configure, glm4_moe.compose, ("glm4_moe",)),
     "Dots1ForCausalLM": Family(dots1.configure, glm4_moe.compose, ("dots1",)),
     "SolarOpenForCausalLM": Family(solar_open.configure, glm4_moe.compose, ("solar_open",)),
+    "MiMoV2FlashForCausalLM": Family(mimo_v2.configure, mimo_v2.compose, ("mimo_v2_flash",)),
+    "MiniMaxForCausalLM": Family(minimax.configure, minimax.compose, ("minimax",)),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.configure, minimax_m2.compose, ("minimax_m2",)),
     "Ernie4_5_MoeForCausalLM": Family(ernie4_5.configure_moe, ernie4_5.compose_moe, ("ernie4_5_moe",)),
     "GraniteMoeSharedForCausalLM": Family(granite.configure_shared, granite.compose_moe, ("granitemoeshared",)),
@@ -232,6 +236,14 @@ FAMILIES: dict[str, Family] = {
            ("BertLMHeadModel", bert_decoder.BERT, "bert"), ("ErnieForCausalLM", bert_decoder.BERT, "ernie"),
            ("BertGenerationDecoder", bert_decoder.GENERATION, "bert-generation"),
            ("MegatronBertForCausalLM", bert_decoder.MEGATRON, "megatron-bert"))},
+    **{name: Family(functools.partial(bert_decoder.configure_roberta, options=options), bert_decoder.compose, (kind,))
+       for name, options, kind in (
+           ("RobertaForCausalLM", bert_decoder.BERT, "roberta"),
+           ("XLMRobertaForCausalLM", bert_decoder.BERT, "xlm-roberta"),
+           ("CamembertForCausalLM", bert_decoder.BERT, "camembert"),
+           ("Data2VecTextForCausalLM", bert_decoder.BERT, "data2vec-text"),
+           ("RobertaPreLayerNormForCausalLM", bert_decoder.PRE_NORM, "roberta-prelayernorm"),
+           ("XLMRobertaXLForCausalLM", bert_decoder.XL, "xlm-roberta-xl"))},
     "OPTForCausalLM": Family(opt.configure, opt.compose, ("opt",)),
     "GPTNeoXJapaneseForCausalLM": Family(
         gpt_neox.configure_japanese, gpt_neox.compose_japanese, ("gpt_neox_japanese",)),

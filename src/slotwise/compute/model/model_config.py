@@ -209,7 +209,8 @@ class RecurrentConfig:
     shape: StateShape
     layers: tuple[bool, ...]  # whether each layer has one in place of attention
     beside: tuple[bool, ...] = ()  # whether each layer has one next to attention; (): no layer has
-    is_interleaved: bool = False  # as `layers/gated_delta.py` says
+    is_interleaved: bool = False  # as `layers/gated_delta.py` says, which explains the next one, too
+    has_tiled_values: bool = False
     has_bias: bool = False  # in the layer's products
     has_convolution_bias: bool = False
     eps: float = 0.0  # of the norm behind the rule; 0: that of other norms

@@ -30,8 +30,6 @@ DECODERS: Mapping[str, str] = {
     "JetMoeForCausalLM": "a mixture of heads (experts of queries and outputs)",
     "LaraMiniForCausalLM": "windows and recurrent states in one model",
     "LongcatFlashForCausalLM": "two attentions in a layer, around experts of which some return their input",
-    "MiMoV2FlashForCausalLM": "values of another size than keys, and heads that differ by layer",
-    "MiniMaxForCausalLM": "linear attention with a fixed decay for each head (lightning attention)",
     "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
     "Qwen4ExpForCausalLM": f"embeddings of n-grams in layers, an indexer, and {HYPER_CONNECTIONS}",
     "RecurrentGemmaForCausalLM": "a gated linear recurrence (RG-LRU)",
@@ -39,24 +37,19 @@ DECODERS: Mapping[str, str] = {
     "RwkvForCausalLM": "RWKV's recurrence (WKV)",
     "XLMWithLMHeadModel": "an embedding of languages next to that of tokens",
     "XLNetLMHeadModel": "two streams of attention over permuted tokens",
-    "ZambaForCausalLM": "a block of attention that layers share, with inputs twice as wide as the hidden states",
+    "ZambaForCausalLM": "Mamba's layer in heads, each with steps and products of its own",
     "ZayaForCausalLM": "attention in a compressed, convolved space, and routers with memory of earlier layers",
     "xLSTMForCausalLM": "the recurrence of xLSTM (matrix memories)",
 }
 """Decoders for text."""
 
 ENCODERS_AS_DECODERS: Mapping[str, str] = {
-    **dict.fromkeys((
-        "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM", "RobertaForCausalLM",
-        "XLMRobertaForCausalLM",
-    ), HEAD_OF_BERT),
+    "ElectraForCausalLM": f"an embedding and a head of different sizes, and {HEAD_OF_BERT}",
     "BigBirdForCausalLM": "attention to random and global blocks",
     "ModernBertDecoderForCausalLM": f"windows that look back only, and {HEAD_OF_BERT}",
     "RemBertForCausalLM": f"an embedding and a head of different sizes, and {HEAD_OF_BERT}",
     "RoCBertForCausalLM": "embeddings of a character's shape and sound",
     "RoFormerForCausalLM": f"an embedding that is projected, and {HEAD_OF_BERT}",
-    "RobertaPreLayerNormForCausalLM": f"norms before attention and MLP, and {HEAD_OF_BERT}",
-    "XLMRobertaXLForCausalLM": f"norms before attention and MLP, and {HEAD_OF_BERT}",
     "XmodForCausalLM": "an adapter for each language in every layer",
 }
 """Encoders for text, saved as decoders."""

@@ -35,8 +35,9 @@ DENSE = ("BF16", "F16", "F32", "F64")
 MATRIX = 2  # dimensions
 COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
 BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
-           ".attn.causal_mask")
-"""How the names of tensors in old checkpoints end that are no weights: frequencies and causal masks."""
+           ".attn.causal_mask", ".self_attn.slope_rate", ".self_attn.query_decay", ".self_attn.key_decay",
+           ".self_attn.diagonal_decay")
+"""How the names of tensors in checkpoints end that follow from the config: frequencies, causal masks and decays."""
 _NAMED = 3  # tensors named in an error before "and n more"
 
 

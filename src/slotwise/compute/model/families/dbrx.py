@@ -16,7 +16,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.mlp import MixtureOfExperts
+from slotwise.compute.model.layers.mlp import MixtureOfExperts, separate_experts
 from slotwise.compute.model.layers.norm import LayerNormOptions
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, expert_share
 from slotwise.compute.model.model_config import (
@@ -83,7 +83,8 @@ class DbrxLayer(LlamaLayer):
         self.mlp_norm = NORMS.read(source, f"{at}.norm_attn_norm.norm_2", hidden)
         sizes, count = (hidden, mixture.intermediate_size), mixture.routing.num_experts
         router = Linear(source, {f"{at}.ffn.router.layer": count}, hidden, is_exact=True)
-        experts = _read_rows(source, f"{at}.ffn.experts.mlp", sizes, count)
+        experts = separate_experts(source, f"{at}.ffn.experts", ("w1", "v1", "w2"), sizes, count) if (
+            mixture.are_split) else _read_rows(source, f"{at}.ffn.experts.mlp", sizes, count)
         self.mlp = MixtureOfExperts(router, experts, sizes, mixture.routing, source)
 
 

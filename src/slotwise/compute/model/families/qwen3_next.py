@@ -91,7 +91,8 @@ class Qwen3NextLayer(LlamaLayer):
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = GatedDelta(
             source, f"{at}.linear_attn", recurrent.shape, hidden, config.norm_eps,
-            is_interleaved=recurrent.is_interleaved,
+            is_interleaved=recurrent.is_interleaved, has_ordered_mixed=config.has_ordered_qkv,
+            has_tiled_values=recurrent.has_tiled_values,
         ) if recurrent.layers[index] else Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
         self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from statistics import NormalDist
@@ -44,6 +44,15 @@ class ArchitectureKeys:
     def has(self, key: str) -> bool:
         return self.metadata.has(f"{self.prefix}.{key}")
 
+    @property
+    def drafting(self) -> int:
+        """How many of the last blocks draft, and are not read."""
+        return self.integer(NEXTN, default=0, minimum=0)
+
+    def has_tensor(self, layer: int, part: str) -> bool:
+        """Whether a block has a tensor, whose name may end in `.weight`."""
+        return any(f"blk.{layer}.{part}{kind}" in self.tensors for kind in ("", ".weight"))
+
     def integer(self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_WIDTH) -> int:
         return self.metadata.integer(self._name(key), default, minimum=minimum, maximum=maximum)
 
@@ -59,7 +68,7 @@ class ArchitectureKeys:
     def numbers(self, key: str, count: int, *, may_be_infinite: bool = False) -> list[float]:
         """As many numbers; also true and false."""
         name = self._name(key)
-        found = self.metadata.numbers(name, may_be_infinite=may_be_infinite)
+        found = self._of_layers(self.metadata.numbers(name, may_be_infinite=may_be_infinite), count)
         if len(found) != count:
             raise self.metadata.error(name, f"must have {count} numbers, not {len(found)}")
         return found
@@ -76,7 +85,7 @@ class ArchitectureKeys:
         `some`: it may be 0 in layers of another kind.  `varies`: it may differ, and the least is returned.
         """
         name = self._name(key)
-        numbers = self.metadata.numbers(name)
+        numbers = self._of_layers(self.metadata.numbers(name), layers)
         if some and len(numbers) == layers:
             numbers = [number for number in numbers if number] or numbers
             layers = len(numbers)
@@ -93,10 +102,14 @@ class ArchitectureKeys:
 
     def present(self, key: str, layers: int) -> list[bool]:
         """Whether a number that a file gives for each layer is not 0."""
-        numbers = self.metadata.numbers(self._name(key))
+        numbers = self._of_layers(self.metadata.numbers(self._name(key)), layers)
         if len(numbers) not in (1, layers):
             raise self.error(key, f"gives {len(numbers)} numbers, and the model has {layers} layers")
         return [number > 0 for number in (numbers if len(numbers) == layers else numbers * layers)]
+
+    def _of_layers(self, numbers: Sequence[float], layers: int) -> list[float]:
+        """Those of `layers`, where a key also has numbers of the blocks that draft."""
+        return [*numbers[:layers]] if len(numbers) == layers + self.drafting else [*numbers]
 
     def unread(self) -> list[str]:
         """The keys that nothing has read."""
@@ -144,7 +157,7 @@ def read_rope(keys: ArchitectureKeys, context: int, head_dim: int) -> ConfigFiel
     """`context` is the longest, in tokens."""
     rope: ConfigFields = {"rope_type": "default", "rope_theta": theta(keys, "rope.freq_base", 10_000.0)}
     rotated = keys.integer("rope.dimension_count", default=head_dim)
-    if rotated != head_dim:
+    if keys.has("rope.dimension_count"):
         rope["partial_rotary_factor"] = rotated / head_dim
     original = {"original_max_position_embeddings": keys.integer("rope.scaling.original_context_length",
                                                                  default=context)}
@@ -273,10 +286,200 @@ def gpt_oss(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def olmo2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Raises CheckpointError for OLMo 3, which llama.cpp calls the same, and which has windows."""
-    if keys.has("attention.sliding_window"):
-        raise keys.error("attention.sliding_window", "is set, which is not supported in this architecture")
-    return {}
+    """Also OLMo 3, which llama.cpp calls the same: with windows, in which an embedding is not scaled."""
+    if not keys.has("attention.sliding_window"):
+        return {}
+    rope = common["rope_parameters"]
+    return {
+        "architectures": ["Olmo3ForCausalLM"], "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": _window_kinds(keys, common["num_hidden_layers"], 4),
+        "rope_parameters": {FULL: rope, SLIDING: _rope_of_windows(keys, rope)}}
+
+
+def _rope_of_windows(keys: ArchitectureKeys, rope: Mapping[str, Any]) -> ConfigFields:
+    """The embedding of layers with windows, which is not scaled; `rope` is that of the others."""
+    base = theta(keys, "rope.freq_base_swa", rope["rope_theta"])
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def exaone4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    if not keys.has("attention.sliding_window"):
+        return {"sliding_window": None}
+    return {"sliding_window": keys.integer("attention.sliding_window"),
+            "layer_types": _window_kinds(keys, common["num_hidden_layers"], 4)}
+
+
+def granite_windows(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """With a window in most layers; some may have no positions.  With experts, another class."""
+    layers, pattern = common["num_hidden_layers"], "attention.rope_pattern"
+    base = common["rope_parameters"]["rope_theta"]
+    turns = keys.numbers(pattern, layers) if keys.has(pattern) else [True] * layers
+    fields = _granite_factors(keys, common) | {
+        "sliding_window": keys.integer("attention.sliding_window"), "layer_types": _window_kinds(keys, layers, 4),
+        "layer_rope_theta": [base if each else 0 for each in turns]}
+    if not keys.integer("expert_count", default=0, minimum=0):
+        return fields
+    shared = keys.integer("expert_shared_feed_forward_length", default=0, minimum=0)
+    return fields | _experts(keys, "num_local_experts") | {
+        "architectures": ["GraniteMoeSWAForCausalLM"], "shared_intermediate_size": shared}
+
+
+def mellum(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    rope = common["rope_parameters"]
+    return _experts(keys) | _windows_if_set(keys, common) | {
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "rope_parameters": {FULL: rope, SLIDING: _rope_of_windows(keys, rope)}}
+
+
+def _windows_if_set(keys: ArchitectureKeys, common: Mapping[str, Any], *, first_is_full: bool = False) -> ConfigFields:
+    """The window and the kinds of layers; without a window all see the whole context.
+
+    `first_is_full`: of four layers the first, and not the last, has no window where a file does not say which.
+    """
+    layers, key = common["num_hidden_layers"], "attention.sliding_window"
+    window = keys.integer(key, minimum=0) if keys.has(key) else 0
+    kinds = [FULL] * layers
+    if window and first_is_full and not keys.has("attention.sliding_window_pattern"):
+        kinds = [SLIDING if layer % 4 else FULL for layer in range(layers)]
+    elif window:
+        kinds = _window_kinds(keys, layers, 4)
+    return {"sliding_window": window or None, "layer_types": kinds}
+
+
+def _sparse_layers(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Which layers have experts, as the tensors of a file say."""
+    keys.ignore("leading_dense_block_count")
+    return {"mlp_layer_types": ["sparse" if keys.has_tensor(layer, "ffn_gate_inp") else "dense"
+                                for layer in range(common["num_hidden_layers"])]}
+
+
+def hy_v3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    _check_sigmoid(keys)
+    size, shared = keys.integer("expert_feed_forward_length"), "expert_shared_feed_forward_length"
+    if not keys.flag("expert_weights_norm", default=True):
+        raise keys.error("expert_weights_norm", "is false, which is not supported in this architecture")
+    return _experts(keys) | _sparse_layers(keys, common) | {
+        "moe_intermediate_size": size, "num_shared_experts": keys.integer(shared, default=size, minimum=0) // size,
+        "router_scaling_factor": keys.number("expert_weights_scale", 1.0, maximum=MAX_FACTOR)}
+
+
+def laguna(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    _check_sigmoid(keys)
+    layers, size, rope = common["num_hidden_layers"], common["head_dim"], common["rope_parameters"]
+    heads = [int(each) for each in keys.values("attention.head_count")]
+    heads = heads[:layers] if len(heads) > 1 else heads * layers
+    turning = keys.integer("rope.dimension_count_swa", default=size)
+    per_head = keys.rows("attn_gate") == heads[0]
+    return _experts(keys) | _sparse_layers(keys, common) | _windows_if_set(keys, common, first_is_full=True) | {
+        "num_attention_heads_per_layer": heads, "gating": "per-head" if per_head else "per-element",
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+        "moe_routed_scaling_factor": keys.number("expert_weights_scale", 1.0, maximum=MAX_FACTOR),
+        "rope_parameters": {FULL: {"partial_rotary_factor": 1.0, **rope},
+                            SLIDING: _rope_of_windows(keys, rope) | {"partial_rotary_factor": turning / size}}}
+
+
+def dbrx(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    clip = keys.number("attention.clamp_kqv", 0.0, minimum=-1.0, maximum=MAX_CAP)
+    return {
+        "attn_config": {"kv_n_heads": common["num_key_value_heads"], "clip_qkv": clip if clip > 0 else None,
+                        "rope_theta": common["rope_parameters"]["rope_theta"]},
+        "ffn_config": {"ffn_hidden_size": common["intermediate_size"],
+                       "moe_num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+                       "moe_top_k": keys.integer("expert_used_count", maximum=MAX_EXPERTS)}}
+
+
+def deepseek32(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """DeepSeek-V3.2, and GLM-5, with indexers."""
+    _check_sigmoid(keys)
+    fields = deepseek2(keys, common)
+    del fields["architectures"]
+    kinds = "attention.indexer.types"
+    if keys.has(kinds):
+        layers = common["num_hidden_layers"]
+        fields["indexer_types"] = ["full" if each else "shared" for each in keys.numbers(kinds, layers)]
+    return fields | {
+        "index_n_heads": keys.integer("attention.indexer.head_count"),
+        "index_head_dim": keys.integer("attention.indexer.key_length"),
+        "index_topk": keys.integer("attention.indexer.top_k")}
+
+
+def qwen3_next(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    fields = _delta(keys, common)
+    return fields | _experts_of_delta(keys) if keys.integer("expert_count", default=0, minimum=0) else fields
+
+
+def qwen3_5(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Positions of texts are one; heads of values lie in another order (`GatedDelta`)."""
+    keys.ignore("rope.dimension_sections")
+    return qwen3_next(keys, common)
+
+
+def _delta(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Layers with a gated delta rule."""
+    layers, heads = common["num_hidden_layers"], keys.integer("ssm.time_step_rank")
+    every, key = keys.integer("full_attention_interval", default=4), "attention.recurrent_layers"
+    states = keys.numbers(key, layers) if keys.has(key) else [(layer + 1) % every for layer in range(layers)]
+    return {
+        "layer_types": ["linear_attention" if each else FULL for each in states],
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"), "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size"), "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_value_head_dim": keys.integer("ssm.inner_size") // heads}
+
+
+def _experts_of_delta(keys: ArchitectureKeys) -> ConfigFields:
+    size = keys.integer("expert_feed_forward_length")
+    return _experts(keys) | {
+        "moe_intermediate_size": size, "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", default=size)}
+
+
+def kimi_linear(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Layers without heads of keys have a state."""
+    _check_sigmoid(keys)
+    layers = common["num_hidden_layers"]
+    full = keys.present("attention.head_count_kv", layers)
+    keys.ignore("attention.value_length")
+    return _latent(keys, common, has_other_length=True) | _routed(keys) | {
+        "layer_types": [FULL if each else "linear_attention" for each in full],
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", default=0, minimum=0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "linear_num_heads": common["num_attention_heads"], "linear_head_dim": keys.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel")}
+
+
+def mimo_v2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Layers with windows may have another number of heads of keys."""
+    _check_sigmoid(keys)
+    layers, size, rope = common["num_hidden_layers"], common["head_dim"], common["rope_parameters"]
+    kinds = _window_kinds(keys, layers, 6)
+    given = [int(each) for each in keys.values("attention.head_count_kv")]
+    heads = given[:layers] if len(given) > 1 else given * layers
+    by_kind = {kind: next((count for count, each in zip(heads, kinds, strict=True) if each == kind), heads[0])
+               for kind in (FULL, SLIDING)}
+    return _routed(keys) | _sparse_layers(keys, common) | {
+        "layer_types": kinds, "sliding_window": keys.integer("attention.sliding_window"),
+        "num_key_value_heads": by_kind[FULL], "swa_num_key_value_heads": by_kind[SLIDING],
+        "v_head_dim": keys.integer("attention.value_length", default=size),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "attention_value_scale": keys.number("attention.value_scale", 1.0, maximum=MAX_CAP),
+        "rope_parameters": {FULL: rope, SLIDING: _rope_of_windows(keys, rope) | {
+            "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}}}
+
+
+def cohere2_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """With LayerNorms or RMS norms, as the file has an epsilon of either."""
+    norms = {} if keys.has("attention.layer_norm_rms_epsilon") else {
+        "rms_norm_eps": None, "layer_norm_eps": keys.number("attention.layer_norm_epsilon", maximum=1.0)}
+    scoring = keys.integer("expert_gating_func", default=SIGMOID, minimum=0)
+    return _experts(keys) | _sparse_layers(keys, common) | _windows_if_set(keys, common, first_is_full=True) | norms | {
+        "logit_scale": keys.number("logit_scale", 0.0625, maximum=MAX_CAP),
+        "expert_selection_fn": "sigmoid" if scoring == SIGMOID else "softmax",
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=False),
+        "num_shared_experts": keys.integer("expert_shared_count", default=0, minimum=0, maximum=MAX_EXPERTS),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "prefix_dense_intermediate_size": common["intermediate_size"]}
 
 
 def phi3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
@@ -361,21 +564,21 @@ LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 def deepseek2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     """DeepSeek-V2 and V3, and what llama.cpp calls so: GLM-4.7-Flash and, without experts, Youtu-LLM."""
-    fields, layers = _latent(keys, common), common["num_hidden_layers"] - keys.integer(NEXTN, default=0, minimum=0)
-    fields |= {"num_hidden_layers": layers}
+    fields = _latent(keys, common)
     rope = common["rope_parameters"]
     if rope["rope_type"] == "yarn" and keys.has(LOG_MULTIPLIER):  # a tenth of the factor of scores alone
         fields["rope_parameters"] = rope | {
             "mscale_all_dim": keys.number(LOG_MULTIPLIER, minimum=-1.0, maximum=MAX_FACTOR) / 0.1,
             "attention_factor": keys.number("rope.scaling.yarn_attn_factor", 1.0, maximum=MAX_FACTOR)}
-    dense = keys.integer("leading_dense_block_count", default=0, minimum=0)
     if not keys.integer("expert_count", default=0, minimum=0):
+        keys.integer("leading_dense_block_count", default=0, minimum=0)
         return fields | {"architectures": ["YoutuForCausalLM"]}
-    fields |= _routed(keys)
+    fields |= _routed(keys) | _sparse_layers(keys, common)
     groups, kept = fields["n_group"], fields["topk_group"]
     is_normalized = fields.pop("norm_topk_prob")
     scoring = keys.integer("expert_gating_func", default=0, minimum=0)
-    if scoring == SIGMOID or (scoring == 0 and f"blk.{dense}.exp_probs_b.bias" in keys.tensors):
+    layers = range(common["num_hidden_layers"])
+    if scoring == SIGMOID or (scoring == 0 and any(keys.has_tensor(layer, "exp_probs_b.bias") for layer in layers)):
         return fields | {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": is_normalized}
     if is_normalized:
         raise keys.error("expert_weights_norm", "is true, which is not supported with experts chosen by softmax")
@@ -386,8 +589,12 @@ def minicpm3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     return _latent(keys, common, common["hidden_size"] // common["num_attention_heads"])
 
 
-def _latent(keys: ArchitectureKeys, common: Mapping[str, Any], value_dim: int | None = None) -> ConfigFields:
+def _latent(
+    keys: ArchitectureKeys, common: Mapping[str, Any], value_dim: int | None = None, *, has_other_length: bool = False,
+) -> ConfigFields:
     """The sizes of compressed attention; `value_dim` is that of a head where a file does not say.
+
+    `has_other_length`: the length of a value in files is of nothing that they compute.
 
     Files that have the weights of keys and of values apart call what is cached a key and a value, of one head.
     """
@@ -395,7 +602,8 @@ def _latent(keys: ArchitectureKeys, common: Mapping[str, Any], value_dim: int | 
     ending = "_mla" if keys.has("attention.key_length_mla") else ""
     query = keys.integer(f"attention.key_length{ending}")
     value = keys.integer(f"attention.value_length{ending}", default=value_dim)
-    for name, size in (("key_length", rank + rope_dim), ("value_length", rank)) if ending else ():
+    cached = {"key_length": rank + rope_dim} | ({} if has_other_length else {"value_length": rank})
+    for name, size in cached.items() if ending else ():
         if keys.integer(f"attention.{name}", default=size) != size:
             raise keys.error(f"attention.{name}", f"must be {size}, the numbers that are cached")
     if query <= rope_dim:
@@ -428,11 +636,10 @@ def _check_sigmoid(keys: ArchitectureKeys) -> None:
 
 
 def glm4_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Also Solar Open's; the last blocks may be those that draft."""
+    """Also Solar Open's."""
     _check_sigmoid(keys)
-    drafting = keys.integer(NEXTN, default=0, minimum=0)
     return _routed(keys) | {
-        "num_hidden_layers": common["num_hidden_layers"] - drafting, "attention_bias": has_bias(keys, "attn_q"),
+        "attention_bias": has_bias(keys, "attn_q"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors}
 
 
@@ -443,11 +650,9 @@ def dots1(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 def exaone_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     _check_sigmoid(keys)
-    drafting = keys.integer(NEXTN, default=0, minimum=0)
-    layers = common["num_hidden_layers"] - drafting
     return _routed(keys, "num_experts", "num_shared_experts") | {
-        "num_hidden_layers": layers, "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": _window_kinds(keys, layers, 4)}
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": _window_kinds(keys, common["num_hidden_layers"], 4)}
 
 
 def afmoe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
@@ -591,6 +796,35 @@ _HUNYUAN_MOE = {**_EXPERTS, "ffn_gate_inp": "mlp.gate.wg", "attn_q_norm": "self_
 _LLAMA4 = {"ffn_gate_inp": "feed_forward.router", **{
     f"ffn_{part}{kind}": f"feed_forward.{inner}{part}_proj" for part in ("gate", "up", "down")
     for kind, inner in (("", ""), ("_exps", "experts.{}."), ("_shexp", "shared_expert."))}}
+BOTH, GATES, UPS = " and ", "ffn_gate_exps", "ffn_up_exps"
+_LAGUNA = {**_EXPERTS, "attn_gate": "self_attn.g_proj", "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+           **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}
+_HY_V3 = {**_EXPERTS, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias",
+          "exp_probs_b": "mlp.expert_bias",
+          **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")}}
+_DBRX = {
+    "attn_norm": "norm_attn_norm.norm_1", "attn_output_norm": "norm_attn_norm.norm_2",
+    "attn_qkv": "norm_attn_norm.attn.Wqkv", "attn_output": "norm_attn_norm.attn.out_proj",
+    "ffn_gate_inp": "ffn.router.layer", "ffn_gate_exps": "ffn.experts.{}.w1", "ffn_up_exps": "ffn.experts.{}.v1",
+    "ffn_down_exps": "ffn.experts.{}.w2"}
+_MIMO = {**_DOTS1, "attn_sinks.weight": "self_attn.attention_sink_bias"}
+_GRANITE_WINDOWS = {
+    **_GRANITE, "ffn_gate_inp": "block_sparse_moe.router", "attn_sinks.weight": "self_attn.sinks",
+    "ffn_up_shexp": f"shared_mlp.gate_proj{BOTH}shared_mlp.up_proj", "ffn_down_shexp": "shared_mlp.output_linear"}
+_INDEXER = {f"indexer.{there}": f"self_attn.indexer.{here}" for there, here in {
+    "attn_q_b": "wq_b", "attn_k": "wk", "k_norm": "k_norm", "proj": "weights_proj"}.items()}
+_DELTA = {
+    **_SEED, **_QWEN2_MOE, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
+_KIMI = {
+    **_LATENT, **_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    "ssm_f_a": "self_attn.f_a_proj", "ssm_f_b": "self_attn.f_b_proj", "ssm_beta": "self_attn.b_proj",
+    "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj", "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias", "ssm_norm": "self_attn.o_norm"}
 _UNREAD = re.compile(  # the config has what they say
     r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
 
@@ -621,21 +855,36 @@ class Architecture:
     varies: bool = False  # heads of keys and widths may differ by layer, and one embedding rotates by `rope_freqs`
     # The fused weight of queries, keys and values, whose rows the converter reorders; "": the three are separate.
     ungrouped: str = ""
+    has_smaller_values: bool = False  # than keys
+    # Heads of values of layers with a state lie in another order: the first of each head of keys, then the second ones.
+    has_tiled_values: bool = False
     # Parts of a layer that are numbers in an array of the metadata, and their shapes, by its key.
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def name_of(self, stored: str) -> str:
         """A family's name for the tensor that a file calls `stored`.
 
-        An unknown part of a layer is named as one, so that a model which holds it is refused.
+        An unknown part of a layer is named as one, so that a model which holds it is refused.  Two names with a `BOTH`
+        between them are those of a tensor's first and second half of rows.
         """
         if layer := _LAYER.fullmatch(stored):
-            at, parts = f"model.layers.{int(layer['layer'])}.", _PARTS | dict(self.parts)
+            at, parts = f"model.layers.{int(layer['layer'])}.", self._every_part
             kind = f".{layer['kind']}" if layer["kind"] else ""
-            return at + (parts.get(layer["part"] + kind) or parts.get(layer["part"], layer["part"]) + kind)
+            named = parts.get(layer["part"] + kind)
+            names = [named] if named else [
+                name + kind for name in parts.get(layer["part"], layer["part"]).split(BOTH)]
+            return BOTH.join(at + name for name in names)
         end, _, kind = stored.rpartition(".")
         ends = _ENDS | dict(self.ends)
         return f"{ends[end]}.{kind}" if end in ends else stored
+
+    @property
+    def _every_part(self) -> dict[str, str]:
+        """Also gates and ups of experts as one tensor, as some files have them."""
+        parts = _PARTS | dict(self.parts)
+        if GATES in parts and UPS in parts:
+            parts.setdefault("ffn_gate_up_exps", f"{parts[GATES]}{BOTH}{parts[UPS]}")
+        return parts
 
     def stored_name(self, name: str) -> str:
         """The name in a file of the tensor that families call `name`: for messages."""
@@ -662,8 +911,13 @@ _FEED = {"ffn_norm": "pre_ff_layernorm", **{f"ffn_{part}": f"feed_forward.{part}
 _JAMBA = {**_SSM, **_FEED, "ffn_gate_inp": "feed_forward.router",
           **{f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}}
 _FALCON_H1 = {**_SSM2, **_FEED, "ffn_norm": "pre_ff_layernorm.weight"}  # whose name in files has no kind
-_NEMOTRON_H = {**_MIXER2, **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}, "attn_output": "mixer.o_proj",
-               "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
+_NEMOTRON_H = {
+    **_MIXER2, **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}, "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias", "ffn_up_exps": "mixer.experts.{}.up_proj",
+    "ffn_down_exps": "mixer.experts.{}.down_proj", "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj", "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj"}
 _GRANITE_HYBRID = {**_SSM2, **_GRANITE, **{f"ffn_{part}{kind}": f"shared_mlp.{here}" for kind in ("", "_shexp")
                                            for part, here in (("gate", "gate_proj"), ("up", "up_proj"),
                                                               ("down", "output_linear"))}}
@@ -742,8 +996,16 @@ def _space(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
         "mamba_expand": inner / common["hidden_size"]}
 
 
+def bamba(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Half of a head rotates, whatever a file says."""
+    keys.ignore("rope.dimension_count", "rope.scaling.finetuned")
+    full = keys.present(STATE_FULL, common["num_hidden_layers"])
+    return _space(keys, common) | {
+        "attn_layer_indices": [layer for layer, each in enumerate(full) if each],
+        "rope_parameters": common["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+
+
 def granite_hybrid(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Also Bamba, of which llama.cpp writes files of the same name, if it rotates whole heads."""
     full = keys.present(STATE_FULL, common["num_hidden_layers"])
     turns = keys.flag("rope.scaling.finetuned", default=True)
     experts = keys.integer("expert_count", default=0, minimum=0)
@@ -756,12 +1018,21 @@ def granite_hybrid(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigF
 
 
 def nemotron_h(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """With experts Nemotron 3, whose layers with an MLP without them its tensors tell."""
     layers, space = common["num_hidden_layers"], _space(keys, common)
-    plain = keys.present("feed_forward_length", layers)
     full = keys.present(STATE_FULL, layers)
-    return {
-        "layers_block_type": ["mlp" if mlp else FULL if attends else "linear_attention"
-                              for mlp, attends in zip(plain, full, strict=True)],
+    kinds = [FULL if attends else "linear_attention" for attends in full]
+    for layer in range(layers):
+        if keys.has_tensor(layer, "ffn_up") or keys.has_tensor(layer, "ffn_up_exps"):
+            kinds[layer] = "moe" if keys.has_tensor(layer, "ffn_up_exps") else "mlp"
+    experts = "moe" in kinds
+    size, latent = keys.integer("expert_feed_forward_length") if experts else 0, "moe_latent_size"
+    mixture = _routed(keys) | {
+        "moe_shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", default=size),
+        latent: keys.integer(latent, minimum=0) if keys.has(latent) else None} if experts else {}
+    mixture.pop("first_k_dense_replace", None)
+    return mixture | {
+        "layers_block_type": kinds,
         "layer_norm_epsilon": common["rms_norm_eps"], "mamba_num_heads": space["mamba_n_heads"],
         "mamba_head_dim": space["mamba_d_head"], "n_groups": space["mamba_n_groups"],
         "ssm_state_size": space["mamba_d_state"], "conv_kernel": space["mamba_d_conv"]}
@@ -780,6 +1051,9 @@ def is_unread(stored: str) -> bool:
     return _UNREAD.fullmatch(stored) is not None
 
 
+WITH_EXPERTS = " with experts"
+WITH_SEVERAL_KEYS = " with several heads of keys"
+WITH_POSITIONS = " with positions"
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", is_interleaved=True),  # Mistral, too
     "llama with experts": Architecture("MixtralForCausalLM", is_interleaved=True, parts=_MIXTRAL, more=mixtral,
@@ -833,14 +1107,17 @@ ARCHITECTURES = {
     "mamba": Architecture("MambaForCausalLM", parts=_MIXER, more=mamba, lacks_attention=True),
     "mamba2": Architecture("Mamba2ForCausalLM", parts=_MIXER2, more=mamba2, lacks_attention=True),
     "jamba": Architecture("JambaForCausalLM", parts=_JAMBA, more=jamba, has_states=True, has_experts=True),
+    "granitehybrid" + WITH_POSITIONS: Architecture(
+        "BambaForCausalLM", is_interleaved=True, parts={**_SSM2, **_FEED}, more=bamba, has_states=True,
+        rotates_parts=True),
     "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", is_interleaved=True, parts=_GRANITE_HYBRID,
                                   more=granite_hybrid, has_states=True, has_experts=True, splits_experts=True),
-    "nemotron_h": Architecture("NemotronHForCausalLM", parts=_NEMOTRON_H, more=nemotron_h, has_states=True),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(
+        "NemotronHForCausalLM", parts=_NEMOTRON_H, more=nemotron_h, has_states=True, has_experts=True,
+        rotates_parts=True)),
     "falcon-h1": Architecture("FalconH1ForCausalLM", parts=_FALCON_H1, more=falcon_h1, has_states=True),
 }
 """By `general.architecture`; one has experts where its `expert_count` is not 0."""
-WITH_EXPERTS = " with experts"
-WITH_SEVERAL_KEYS = " with several heads of keys"
 
 
 def logit_scaled(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
@@ -858,6 +1135,10 @@ def multimodal(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigField
     """The text part of a model for images: the positions of a token of text are one."""
     keys.ignore("rope.dimension_sections", "n_deepstack_layers")
     return {}
+
+
+def multimodal_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return multimodal(keys, common) | qwen3_moe(keys, common)
 
 
 def mistral3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
@@ -977,6 +1258,33 @@ ARCHITECTURES |= {
     "mistral3": Architecture("Ministral3ForCausalLM", is_interleaved=True, more=mistral3),
     "arcee": Architecture("ArceeForCausalLM", is_interleaved=True, more=plain_mlps),
     "jais2": Architecture("Jais2ForCausalLM", more=plain_mlps, has_layer_norms=True),
+    "chatglm": Architecture("GlmForCausalLM", parts={"ffn_up": "mlp.gate_up_proj"}, more=glm4, rotates_parts=True),
+    "exaone4": Architecture("Exaone4ForCausalLM", parts=_BEHIND, more=exaone4),
+    "cohere2moe": Architecture("Cohere2MoeForCausalLM", parts={**_EXPERTS, **_SHARED}, more=cohere2_moe,
+                               has_experts=True, has_layer_norms=True),
+    "laguna": Architecture("LagunaForCausalLM", parts=_LAGUNA, more=laguna, has_experts=True, rotates_parts=True,
+                           varies=True),
+    "dbrx": Architecture("DbrxForCausalLM", parts=_DBRX, more=dbrx, has_experts=True, splits_experts=True,
+                         has_layer_norms=True),
+    "granite_swa": Architecture("GraniteSWAForCausalLM", is_interleaved=True, parts=_GRANITE_WINDOWS,
+                                more=granite_windows, has_experts=True, splits_experts=True),
+    "mellum": Architecture("MellumForCausalLM", parts=_EXPERTS, more=mellum, has_experts=True),
+    "hy_v3": Architecture("HYV3ForCausalLM", parts=_HY_V3, more=hy_v3, has_experts=True),
+    "deepseek32": Architecture("DeepseekV32ForCausalLM", parts=_DEEPSEEK | _INDEXER, more=deepseek32,
+                               has_experts=True, is_compressed=True),
+    "glm-dsa": Architecture("GlmMoeDsaForCausalLM", parts=_DEEPSEEK | _INDEXER, more=deepseek32,
+                            has_experts=True, is_compressed=True),
+    "mimo2": Architecture("MiMoV2FlashForCausalLM", parts=_MIMO, more=mimo_v2, has_experts=True, rotates_parts=True,
+                          varies=True, has_smaller_values=True),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", parts=_EXPERTS, more=multimodal_moe, has_experts=True),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", norm_offset=1.0, parts=_DELTA, more=qwen3_next, has_experts=True,
+                              rotates_parts=True),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", norm_offset=1.0, parts=_DELTA, more=qwen3_5, rotates_parts=True,
+                           has_tiled_values=True),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", norm_offset=1.0, parts=_DELTA, more=qwen3_5, has_experts=True,
+                              rotates_parts=True, has_tiled_values=True),
+    "kimi-linear": Architecture("KimiLinearForCausalLM", parts=_KIMI, more=kimi_linear, has_states=True,
+                                has_experts=True, is_compressed=True),
     "apertus": Architecture(
         "ApertusForCausalLM", numbers=_XIELU,
         parts={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}),

@@ -20,7 +20,9 @@ from slotwise.compute.model.generation_config import NOT_OBEYED, OF_OTHERS, SAMP
 from slotwise.compute.model.gguf.architectures import (
     ARCHITECTURE,
     ARCHITECTURES,
+    NEXTN,
     WITH_EXPERTS,
+    WITH_POSITIONS,
     WITH_SEVERAL_KEYS,
     Architecture,
     ArchitectureKeys,
@@ -37,7 +39,7 @@ from slotwise.platform.gguf_file import ALIGNMENT, TOKENS, TYPE, Metadata, find_
 
 WITHOUT_EFFECT = (  # keys without effect here, whatever they say
     "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",  # where norms are RMS norms
-    "expert_feed_forward_length",  # the shapes of tensors are compared with the config
+    "expert_feed_forward_length", "expert_shared_feed_forward_length",  # the shapes of tensors are compared
     "pooling_type",  # `compose/model_defaults.py` reads it
 )  # fmt: skip
 OF_YARN = "rope.scaling.yarn_beta_"
@@ -50,6 +52,7 @@ DESCRIPTIVE = {GENERAL + name for name in (
     "name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by", "size_label",
     "license", "url", "doi", "uuid", "repo_url", "tags", "languages", "datasets", "file_type")}
 DESCRIPTIONS = tuple(f"{GENERAL}{name}." for name in ("license", "source", "base_model", "dataset"))
+LAYER_EPS, RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 QUANTIZATION = f"{GENERAL}quantization_version"
 BLOCKS_VERSION = 2  # of the layouts in `gguf/blocks.py`
 CLOSE = 1e-6  # relative, of float32
@@ -64,6 +67,8 @@ def check_unread(keys: ArchitectureKeys, config: ModelConfig, architecture: Arch
         if key in WITHOUT_EFFECT or key.startswith(OF_YARN) or (config.mixture is None and key.startswith(OF_EXPERTS)):
             continue
         if key == "rope.freq_base_swa" and not any(config.windows):
+            continue
+        if key == RMS_EPS and architecture.has_layer_norms:
             continue
         allowed, values = neutral.get(key, ()), keys.values(key)
         if not all(_is_among(value, allowed) for value in values):
@@ -97,7 +102,7 @@ def _neutral(config: ModelConfig) -> dict[str, tuple[object, ...]]:
         "embedding_length_out": (config.hidden_size,), "embedding_length_per_layer_input": (0,),
         "use_parallel_residual": (False,), "nextn_predict_layers": (0,), "n_deepstack_layers": (0,),
         "leading_dense_block_count": (0,), "interleave_moe_layer_step": (0, 1), "moe_every_n_layers": (0, 1),
-        "expert_shared_count": (0,), "expert_shared_feed_forward_length": (0,),
+        "expert_shared_count": (0,),
         "expert_group_count": (0, 1), "expert_group_used_count": (0, 1),
         "expert_weights_scale": (0, 1), "expert_weights_norm": (_is_normalized(config),),
         "expert_gating_func": (0, 1, 3) if _is_normalized(config) else (0, 1),  # softmax, before or after the choice
@@ -141,8 +146,10 @@ def read_gguf_config(path: Path) -> ModelConfig:
         config = replace(config, mixture=replace(config.mixture, are_split=architecture.splits_experts))
     if architecture.splits_experts:
         config = replace(config, has_fused_gates=False)
+    if config.recurrent is not None and architecture.has_tiled_values:
+        config = replace(config, recurrent=replace(config.recurrent, has_tiled_values=True))
     if config.latent is not None:
-        is_split = "blk.0.attn_k_b.weight" in model.tensors
+        is_split = any(name.endswith(".attn_k_b.weight") for name in model.tensors)
         config = replace(config, latent=replace(config.latent, is_split=is_split))
     config = replace(config, has_ordered_qkv=True)
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
@@ -171,7 +178,8 @@ def architecture_of(metadata: Metadata) -> Architecture:
     """Raises CheckpointError for one that is not supported."""
     name = metadata.text(ARCHITECTURE)
     kinds = {WITH_EXPERTS: metadata.integer(f"{name}.expert_count", 0) > 0,
-             WITH_SEVERAL_KEYS: max(metadata.numbers(f"{name}.attention.head_count_kv"), default=0) > 1}
+             WITH_SEVERAL_KEYS: max(metadata.numbers(f"{name}.attention.head_count_kv"), default=0) > 1,
+             WITH_POSITIONS: metadata.flag(f"{name}.rope.scaling.finetuned", default=False)}
     kind = next((kind for kind, is_so in kinds.items() if is_so and name + kind in ARCHITECTURES), "")
     found = ARCHITECTURES.get(name + kind)
     if found is None or found.served_as not in FAMILIES:
@@ -182,18 +190,24 @@ def architecture_of(metadata: Metadata) -> Architecture:
 
 def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, object]:
     """The fields that all architectures write alike."""
-    layers, hidden = keys.integer("block_count", maximum=MAX_LAYERS), keys.integer("embedding_length")
+    blocks, hidden = keys.integer("block_count", maximum=MAX_LAYERS), keys.integer("embedding_length")
+    if (layers := blocks - keys.drafting) < 1:
+        raise keys.error(NEXTN, f"({keys.drafting}) must be below block_count ({blocks})")
     some, without = architecture.has_states, architecture.lacks_attention
-    heads = 1 if without else keys.alike("attention.head_count", layers, some=some)
+    heads = 1 if without else keys.alike(
+        "attention.head_count", layers, some=some, varies=architecture.varies)
     kv_heads = heads if without else keys.alike(
         "attention.head_count_kv", layers, default=heads, some=some, varies=architecture.varies)
-    width = 1 if without else keys.alike("feed_forward_length", layers, some=some, varies=architecture.varies)
+    experts = keys.integer("expert_feed_forward_length") if architecture.has_experts and keys.has(
+        "expert_feed_forward_length") else None  # where every layer has them
+    width = 1 if without else keys.alike(
+        "feed_forward_length", layers, experts, some=some, varies=architecture.varies)
     if heads % kv_heads:
         raise keys.error("attention.head_count", f"({heads}) must be a multiple of head_count_kv ({kv_heads})")
     if keys.integer("expert_count", default=0, minimum=0) and not architecture.has_experts:
         raise keys.error("expert_count", "is set: mixtures of experts are not supported in this architecture")
     head_dim = keys.integer("rope.dimension_count") if architecture.is_compressed else 2 if without else _head_dim(
-        keys, hidden, heads)
+        keys, hidden, heads, has_smaller_values=architecture.has_smaller_values)
     context = keys.integer("context_length", minimum=MIN_CONTEXT)
     rotated = keys.integer("rope.dimension_count", default=head_dim)
     if rotated != head_dim and not architecture.rotates_parts:
@@ -202,8 +216,8 @@ def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, obj
         "architectures": [architecture.served_as], "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "intermediate_size": width, "max_position_embeddings": context,
-        "rms_norm_eps": keys.number("attention.layer_norm_epsilon" if architecture.has_layer_norms else
-                                    "attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
+        "rms_norm_eps": keys.number(LAYER_EPS if architecture.has_layer_norms and (
+            keys.has(LAYER_EPS) or not keys.has(RMS_EPS)) else RMS_EPS, minimum=MIN_EPS, maximum=1.0),
         "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
         "eos_token_id": find_special_tokens(keys.metadata, keys.metadata.texts(TOKENS)).ends, "dtype": _dtype(keys),
         "attention_bias": has_bias(keys, "attn_q") and has_bias(keys, "attn_output"),
@@ -211,11 +225,11 @@ def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, obj
     }  # fmt: skip
 
 
-def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
+def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int, *, has_smaller_values: bool) -> int:
     if not keys.has("attention.key_length") and hidden % heads:
         raise keys.error("embedding_length", f"({hidden}) must be a multiple of attention.head_count ({heads})")
     head_dim = keys.integer("attention.key_length", default=hidden // heads)
-    if keys.integer("attention.value_length", default=head_dim) != head_dim:
+    if not has_smaller_values and keys.integer("attention.value_length", default=head_dim) != head_dim:
         raise keys.error("attention.value_length", f"must be the same as attention.key_length ({head_dim})")
     if head_dim % 2:
         raise keys.error("attention.key_length", f"({head_dim}) must be even for rotary embeddings")

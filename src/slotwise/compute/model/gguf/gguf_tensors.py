@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, reordered
 from slotwise.compute.model.gguf.architectures import (
     ARCHITECTURES,
+    BOTH,
     MAX_EXPERTS,
     NEXTN,
     Architecture,
@@ -28,15 +30,17 @@ from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.gguf.gguf_config import architecture_of
 from slotwise.compute.model.stored_tensors import StoredTensor, TensorSource
 from slotwise.errors import CheckpointError
+from slotwise.platform.gguf_file import Metadata, open_model
 from slotwise.platform.gguf_file import TensorEntry as Entry
-from slotwise.platform.gguf_file import open_model
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 MATRIX = 2  # dimensions
 CORRECTIONS, SHARED_GATE = ("correction_bias", "expert_bias"), "shared_expert_gate.weight"
 NORM = "norm.weight"  # how the names of norms' weights end
-CONVOLUTIONS, STATE_NORMS = ("conv1d.weight", "conv.conv.weight"), ("mamba.norm.weight", "mixer.norm.weight")
+CONVOLUTIONS = "conv1d.weight", "conv.conv.weight"
+STATE_NORMS = "mamba.norm.weight", "mixer.norm.weight", "linear_attn.norm.weight"
+LINEAR, DECAYS_OF_LINES = ".linear_attn.", "self_attn.A_log"
 RATE, SKIP = ".A_log", ".D"
 _C = ctypes.CDLL(None)
 
@@ -118,6 +122,7 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
     heads = {INTERLEAVED[0]: model.metadata.numbers(f"{name}.attention.head_count"),
              INTERLEAVED[1]: model.metadata.numbers(f"{name}.attention.head_count_kv")}
     heads[INTERLEAVED[1]] = heads[INTERLEAVED[1]] or heads[INTERLEAVED[0]]
+    tiled = _Tiles.read(model.metadata, name) if architecture.has_tiled_values else None
     maps = {file: _map(file) for file in {file for file, _ in model.tensors.values()}}
     tensors: dict[str, StoredTensor] = {}
     drafting = model.metadata.integer(f"{name}.{NEXTN}", 0)
@@ -132,10 +137,14 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
         order = _original_order(entry.shape[0], interleaved) if interleaved else None
         if architecture.ungrouped and f".{architecture.ungrouped}." in name:
             order = _grouped_order(entry.shape[0], *(int(heads[part][0]) for part in INTERLEAVED))
-        offset = architecture.norm_offset if name.endswith(NORM) else 0.0
+        offset = architecture.norm_offset if name.endswith(NORM) and not name.endswith(STATE_NORMS) else 0.0
         entry = entry._replace(shape=_shape_here(name, entry.shape))
-        pieces = [(name, entry)] if "{}" not in name else [
-            (name.format(number), one) for number, one in enumerate(_experts(entry, f"{file}: tensor {stored}"))]
+        if tiled is not None and LINEAR in name:
+            order = _grouped_values(entry.shape[0], name, tiled)
+        where = f"{file}: tensor {stored}"
+        wholes = [(name, entry)] if "{}" not in name else [
+            (name.replace("{}", str(number)), one) for number, one in enumerate(_experts(entry, where))]
+        pieces = [piece for whole in wholes for piece in _halves(*whole, where)]
         for place, (one, described) in enumerate(pieces):
             if one in tensors:
                 raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
@@ -162,6 +171,43 @@ def _experts(entry: Entry, where: str) -> list[Entry]:
             for place in range(count)]
 
 
+def _halves(name: str, entry: Entry, where: str) -> list[tuple[str, Entry]]:
+    """The entries of a tensor's first and second half of rows, where `name` has two names."""
+    names = name.split(BOTH)
+    if len(names) == 1:
+        return [(name, entry)]
+    rows, *others = entry.shape
+    if rows % len(names):
+        raise CheckpointError(f"{where} has {rows} rows, which must be even: gates and what they gate")
+    size = (entry.end - entry.start) // len(names)
+    return [(one, Entry((rows // len(names), *others), entry.type, entry.start + place * size,
+                        entry.start + (place + 1) * size)) for place, one in enumerate(names)]
+
+
+class _Tiles(NamedTuple):
+    """Heads of values by heads of keys: of each head of keys the first, then of each the second, and so on."""
+
+    keys: int  # numbers in the rows before values where queries, keys and values are one tensor
+    groups: int  # heads of keys
+    heads: int  # of values
+
+    @classmethod
+    def read(cls, metadata: Metadata, name: str) -> _Tiles:
+        groups, heads = (metadata.integer(f"{name}.ssm.{key}") for key in ("group_count", "time_step_rank"))
+        return cls(2 * groups * metadata.integer(f"{name}.ssm.state_size"), groups, heads)
+
+
+def _grouped_values(rows: int, name: str, tiles: _Tiles) -> Tensor | None:
+    """The stored row of each row of a tensor, whose heads of values lie by heads of keys in the original."""
+    if name.endswith(("out_proj.weight", *STATE_NORMS)):
+        return None
+    before = tiles.keys if name.endswith(("in_proj_qkv.weight", *CONVOLUTIONS)) else 0
+    if rows <= before or (rows - before) % tiles.heads or tiles.heads % tiles.groups:
+        return None  # the shape is refused when it is read
+    values = torch.arange(before, rows).view(tiles.heads // tiles.groups, tiles.groups, -1).transpose(0, 1)
+    return torch.cat((torch.arange(before), values.flatten()))
+
+
 def _shape_here(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor that a file has in another one, which does not move a number.
 
@@ -172,8 +218,10 @@ def _shape_here(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (prod(shape),)
     if name.endswith(SHARED_GATE):
         return 1, prod(shape)
-    if name.endswith(CONVOLUTIONS) and len(shape) == MATRIX:
-        return shape[0], 1, shape[1]
+    if name.endswith(CONVOLUTIONS) and len(shape) in (MATRIX, 2 * MATRIX):
+        return prod(shape) // shape[-1], 1, shape[-1]
+    if name.endswith(DECAYS_OF_LINES):
+        return 1, 1, prod(shape), 1
     if name.endswith((RATE, SKIP)) and shape[-1] == 1:
         return shape[:-1]
     return (prod(shape),) if name.endswith(STATE_NORMS) else shape

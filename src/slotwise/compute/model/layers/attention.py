@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slotwise.compute.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
 from slotwise.compute.model.layers.linear import Linear
@@ -48,6 +49,8 @@ class AttentionOptions:
     result_norm: tuple[str, NormOptions] | None = None  # of all heads together, and its name
     biases: Tensor | None = None  # of scores, `[heads, positions]` float32, of the heads of all ranks
     has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
+    value_dim: int = 0  # of a head's values, where they are smaller than keys: zeros behind them are cached; 0: same
+    value_scale: float = 1.0  # of values
     # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
     qkv: Callable[[Tensor], Tensor] | None = None
     # What attends in place of the rotated queries `[tokens, heads, head_dim]` of tokens at positions `[tokens]`.
@@ -97,7 +100,12 @@ class Attention:
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         q_name, k_name, v_name, output = (f"{name}.{each}" for each in options.names)
         queries = {q_name: query * 2 if is_gated else query}
-        parts = queries | {k_name: key} | ({v_name: key} if options.has_values else {})
+        value_dim = options.value_dim or shape.head_dim
+        self._smaller = None if value_dim == shape.head_dim and options.value_scale == 1 else _SmallerValues(
+            heads.shape, value_dim, options.value_scale)
+        if self._smaller is not None:
+            refuse_ranks(source, "attention whose values have another size than keys")
+        parts = queries | {k_name: key} | ({v_name: shape.num_kv_heads * value_dim} if options.has_values else {})
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
         order = rope.order(shape.head_dim)
@@ -105,7 +113,7 @@ class Attention:
         is_cut = is_shared or options.qkv_groups > 1 or options.values_first
         cuts = heads.cuts(parts, options.qkv_groups, values_first=options.values_first) if is_cut else NO_CUTS
         self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, cuts=cuts,
-                          order=_of_heads(order, heads.shape, is_gated=is_gated))
+                          order=_of_heads(order, heads.shape, value_dim, is_gated=is_gated))
         columns = range(heads.query.start * size, heads.query.stop * size)
         self._gate = None
         if options.gate_name:
@@ -115,7 +123,7 @@ class Attention:
                                 cuts={gate: Cut((rows,))} if is_shared else NO_CUTS)
         elif is_gated:
             self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias, order=_gates(heads.shape))
-        self.output = Linear(source, {output: hidden_size}, query, bias=options.output_bias,
+        self.output = Linear(source, {output: hidden_size}, shape.num_heads * value_dim, bias=options.output_bias,
                              cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
         self._norm: QKNorm | None = None
         self._gated: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -167,18 +175,43 @@ class Attention:
         if gate is not None:
             out = self._kernels.sigmoid_mul(gate, out) if self._gated is None else self._kernels.rowwise(
                 self._gated, gate, out)
+        if self._smaller is not None:
+            out = self._kernels.rowwise(self._smaller.without_zeros, out)
         kept = step.kept(out)
         return self.output(kept if self._result_norm is None else self._result_norm(kept))
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
         """Write keys and values to the cache; returns the queries `[tokens, heads, head_dim]`."""
         table, qkv = step.rotary[self.ropes[0]], self.qkv(x)
+        if self._smaller is not None:
+            qkv = self._kernels.rowwise(self._smaller.with_zeros, qkv)
         if self._head_norms is not None:
             qkv = self._head_norms(qkv)
         if self._qkv is not None:
             heads = self._kernels.rowwise(self._qkv, qkv.view(len(qkv), -1, self.shape.head_dim))
             qkv = heads.view(len(qkv), -1)
         return self._kernels.rotary_store(qkv, table, step.batch, step.cache, self.shape, self._norm)
+
+
+@dataclass(frozen=True, slots=True)
+class _SmallerValues:
+    """Values of a size of their own, which are cached as large as keys."""
+
+    shape: AttentionShape
+    size: int
+    scale: float
+
+    def with_zeros(self, qkv: Tensor) -> Tensor:
+        """`[tokens, queries | keys | values]`, with zeros behind the values of each head."""
+        shape = self.shape
+        before, values = qkv.split(
+            [(shape.num_heads + shape.num_kv_heads) * shape.head_dim, shape.num_kv_heads * self.size], dim=1)
+        values = values.view(len(qkv), shape.num_kv_heads, self.size) * self.scale
+        return torch.cat((before, pad(values, (0, shape.head_dim - self.size)).flatten(1)), dim=1)
+
+    def without_zeros(self, out: Tensor) -> Tensor:
+        """Results `[tokens, heads * head_dim]` as `[tokens, heads * size]`."""
+        return out.view(len(out), -1, self.shape.head_dim)[:, :, : self.size].flatten(1)
 
 
 def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, out: Tensor) -> Tensor:
@@ -241,7 +274,7 @@ def refuse_parts(source: WeightSource, what: str) -> None:
         raise CheckpointError(f"enable_lora: adapters are not supported with {what}: serve this model without")
 
 
-def _of_heads(order: Tensor | None, shape: AttentionShape, *, is_gated: bool) -> Tensor | None:
+def _of_heads(order: Tensor | None, shape: AttentionShape, value_dim: int, *, is_gated: bool) -> Tensor | None:
     """The checkpoint's output at each place of queries, keys and values, where that is not the same.
 
     `order` is that of a head's dimensions; values keep theirs.
@@ -253,9 +286,9 @@ def _of_heads(order: Tensor | None, shape: AttentionShape, *, is_gated: bool) ->
     order = in_place if order is None else order
     before = (2 if is_gated else 1) * heads * size  # outputs of the weight of queries
     queries = torch.arange(heads)[:, None] * (before // heads) + order
-    keys, values = (before + torch.arange(first, first + key_heads)[:, None] * size + dimensions
-                    for first, dimensions in ((0, order), (key_heads, in_place)))
-    return torch.cat((queries, keys, values)).flatten()
+    keys = before + torch.arange(key_heads)[:, None] * size + order
+    values = before + key_heads * size + torch.arange(key_heads * value_dim)
+    return torch.cat((queries.flatten(), keys.flatten(), values))
 
 
 def _gates(shape: AttentionShape) -> Tensor:

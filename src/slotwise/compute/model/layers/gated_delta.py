@@ -52,13 +52,17 @@ class GatedDelta:
     Args:
         is_interleaved: the weights of queries, keys, values and z are one, and those of b and a, too: of each key head
             with its value heads, one behind the other.
+        has_ordered_mixed: but those of queries, keys and values are one weight in order, and that of z is another.
+        has_tiled_values: the inputs of the last product are the first value head of each key head, then the second
+            ones, and so on.
     """
 
     ropes: tuple[Rope, ...] = ()
 
     def __init__(
         self, source: WeightSource, name: str, shape: DeltaShape, hidden_size: int, eps: float, *,
-        is_interleaved: bool = False, names: DeltaNames = QWEN,
+        is_interleaved: bool = False, has_ordered_mixed: bool = False, has_tiled_values: bool = False,
+        names: DeltaNames = QWEN,
     ) -> None:
         refuse_ranks(source, "a recurrent state")
         self.shape = shape
@@ -71,15 +75,18 @@ class GatedDelta:
         gates = dict(zip([f"{name}.{part}" for part in names.gates], (heads, shape.num_decays), strict=False))
         mixed_order = gates_order = None
         if is_interleaved:
-            mixed, gates = {f"{name}.in_proj_qkvz": sum(mixed.values())}, {f"{name}.in_proj_ba": 2 * heads}
-            mixed_order = _regrouped(keys, (shape.key_dim, shape.key_dim, values, values))
-            gates_order = _regrouped(keys, (per_key, per_key))
+            gates, gates_order = {f"{name}.in_proj_ba": 2 * heads}, _regrouped(keys, (per_key, per_key))
+            if not has_ordered_mixed:
+                mixed = {f"{name}.in_proj_qkvz": sum(mixed.values())}
+                mixed_order = _regrouped(keys, (shape.key_dim, shape.key_dim, values, values))
         self._mixed = Linear(source, mixed, hidden_size, order=mixed_order)
         self._gates = Linear(source, gates, hidden_size, order=gates_order, is_exact=True)
         self._z, self._decays = (
             _read_pair(source, name, pair, (hidden_size, shape.value_dim, outputs), is_exact=is_exact)
             for pair, outputs, is_exact in ((names.z, shape.values, False), (names.decays, shape.num_decays, True)))
         self.output = Linear(source, {f"{name}.{names.output}": hidden_size}, shape.values)
+        tiles = torch.arange(shape.values).view(keys, per_key, -1).transpose(0, 1).flatten()
+        self._tiles = tiles.to(source.kernels.device) if has_tiled_values and per_key > 1 else None
         self._weights = _read_weights(source, name, shape, eps, names)
         self.bytes = self._mixed.bytes + self._gates.bytes + self.output.bytes
         self.bytes += sum(product.bytes for product in self._z + self._decays)
@@ -102,8 +109,8 @@ class GatedDelta:
 
         if step.batch.on_trial is not None:
             step.advances.append(StateAdvance(step.layer, again))
-        return advance(mixed, gates, step.batch, step.cache)
-
+        found = advance(mixed, gates, step.batch, step.cache)
+        return found if self._tiles is None else found.index_select(1, self._tiles)
 
     def _appended(self, first: Tensor, x: Tensor, pair: tuple[Linear, ...]) -> Tensor:
         """`first`, and behind it the outputs of the second product over those of the first."""

@@ -22,7 +22,8 @@ ASKED = checkpoints.FAMILIES if checkpoints.ARE_ALL_ASKED else FEW
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CALM: dict[str, dict[str, float]] = {"opt_350m": {"init_std": 0.1}} | {
     name: {"initializer_range": 0.1}
-    for name in ("gpt_neo", "openai_gpt", "bert_decoder", "ernie", "bert_generation", "megatron_bert")}
+    for name in ("gpt_neo", "openai_gpt", "bert_decoder", "ernie", "bert_generation", "megatron_bert",
+                 "roberta_decoder", "xlm_roberta_decoder", "camembert_decoder", "data2vec", "minimax")}
 """Narrower weights where wide ones make scores so sharp that rounding changes which token is attended to."""
 NOT_ADAPTED = "adapters are not supported with"
 

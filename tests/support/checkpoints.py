@@ -58,6 +58,7 @@ GPT = CLASSIC | dict.fromkeys(("intermediate_size", "hidden_size", "num_hidden_l
     "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 2048, "n_inner": 160, "initializer_range": 0.2}
 OPT = CLASSIC | {"intermediate_size": ..., "initializer_range": ..., "ffn_dim": 160, "init_std": 0.2}
 DECODER = CLASSIC | {"is_decoder": True, "initializer_range": 0.5}
+ROBERTA = DECODER | {"pad_token_id": 1, "max_position_embeddings": 2050}
 XGLM = OPT | UNTIED | {"hidden_size": ..., "num_hidden_layers": ..., "num_attention_heads": ..., "d_model": 96,
                        "num_layers": 3, "attention_heads": 4, "init_std": 0.5}
 
@@ -133,8 +134,9 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                                   "norm_topk_prob": True}),
     "solar_open": ("SolarOpen", GROUPED | {"intermediate_size": ...}),
     "minimax": ("MiniMax", {
-        "num_hidden_layers": 4, "num_local_experts": 6, "block_size": 16, "linear_attn_alpha_factor": 1.5,
-        "full_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2, "mlp_beta_factor": 0.9}),
+        "num_hidden_layers": 4, "num_local_experts": 6, "head_dim": 8, "block_size": 16,
+        "linear_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2,
+        "mlp_beta_factor": 0.9}),
     "mimo_v2": ("MiMoV2Flash", GROUPED | {
         "num_hidden_layers": 4, "n_shared_experts": ..., "v_head_dim": 20, "sliding_window": 48, "layer_types": [
             "full_attention", "sliding_attention", "sliding_attention", "full_attention"]}),
@@ -310,12 +312,11 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie", DECODER),
     "bert_generation": ("BertGenerationDecoder", DECODER | {"initializer_range": 0.3}),
     "megatron_bert": ("MegatronBert", DECODER | {"initializer_range": 0.8}),
-    "roberta_decoder": ("Roberta", DECODER | {"pad_token_id": 1}),
-    "xlm_roberta_decoder": ("XLMRoberta", DECODER | {"pad_token_id": 1}),
-    "camembert_decoder": ("Camembert", DECODER | {"pad_token_id": 1}),
-    "data2vec": ("Data2VecText", DECODER | {"pad_token_id": 1}),
-    "roberta_prelayernorm": ("RobertaPreLayerNorm", DECODER | {"pad_token_id": 1}),
-    "xlm_roberta_xl": ("XLMRobertaXL", DECODER | {"pad_token_id": 1, "initializer_range": 0.8}),
+    "roberta_decoder": ("Roberta", ROBERTA),
+    "xlm_roberta_decoder": ("XLMRoberta", ROBERTA),
+    "camembert_decoder": ("Camembert", ROBERTA),
+    "data2vec": ("Data2VecText", ROBERTA),
+    "xlm_roberta_xl": ("XLMRobertaXL", ROBERTA | {"initializer_range": 0.8}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),
 }  # fmt: skip
@@ -340,7 +341,7 @@ ALIKE = {
     "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m", "ernie": "opt_350m",
     "bert_decoder": "opt_350m", "bert_generation": "opt_350m", "megatron_bert": "gpt2", "roberta_decoder": "opt_350m",
     "xlm_roberta_decoder": "opt_350m", "camembert_decoder": "opt_350m", "data2vec": "opt_350m",
-    "roberta_prelayernorm": "gpt2", "xlm_roberta_xl": "gpt2",
+    "xlm_roberta_xl": "gpt2",
     "cohere2_moe": "cohere2", "dbrx": "qwen3_moe", "olmo_hybrid": "qwen3_next", "laguna": "afmoe",
     "apertus1p5": "apertus", "cohere_compass": "cohere2", "lfm3": "lfm2",
     "zamba2": "falcon_h1",
@@ -374,8 +375,9 @@ FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in AL
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "mimo_v2", "flint", "bloom", "mpt",
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt", "megatron-bert", '"mpnet"')
 """In configs of models whose attention torch's own does not compute."""
-UNPADDED = ("llama4_text", "bert-generation", "roberta", "xlm-roberta", "camembert", "data2vec-text",
-            "roberta-prelayernorm", "xlm-roberta-xl")  # types of models whose tokens depend on padding
+COUNTED = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl")
+"""Types of models whose positions `generate` counts from 0, and their `forward` from behind the padding's."""
+UNPADDED = ("llama4_text", "bert-generation")  # types of models whose tokens depend on padding
 UNSCALED = ("Gemma3n", "Gemma4", "Gemma4Unified")
 """Classes whose scores are not divided by the root of the size of a head."""
 
@@ -533,6 +535,8 @@ def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[i
     groups = [[ids] for ids in asked] if model.config.model_type in UNPADDED else [asked]
     continuations = []
     with torch.inference_mode(), one_thread():
+        if model.config.model_type in COUNTED:
+            return [_one_by_one(model, ids, max_tokens) for ids in asked]
         for group in groups:
             longest = max(map(len, group))
             padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in group])
@@ -542,6 +546,16 @@ def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[i
     best = _best(model, asked, continuations)
     assert [tokens for tokens, _ in best] == continuations, "transformers does not agree with itself"
     return continuations
+
+
+def _one_by_one(model: Any, ids: list[int], max_tokens: int) -> list[int]:
+    """The most probable token after a prompt, after that one, and so on."""
+    import torch
+
+    row = list(ids)
+    for _ in range(max_tokens):
+        row.append(int(model(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+    return row[len(ids):]
 
 
 def clear(

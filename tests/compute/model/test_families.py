@@ -22,6 +22,7 @@ from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.layers.embedding_and_head import POSITIONS
 from slotwise.compute.model.loading import load_model, read_config
 from slotwise.compute.model.names import canonical
+from slotwise.compute.model.weights import BUFFERS
 from slotwise.errors import CheckpointError
 
 COMPUTED = ("xglm", "ctrl")  # whose table of positions is not in the checkpoint
@@ -33,7 +34,7 @@ def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint:
     folder = checkpoint(family)
     transposed = tuple([f"{name}.weight" for name in FAMILY_TABLE[class_name(family)].transposed])
     stored = {canonical(name): tuple(tensor.shape[::-1] if transposed and name.endswith(transposed) else tensor.shape)
-              for name, tensor in load_file(folder / "model.safetensors").items()}
+              for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(BUFFERS)}
     assert tensor_shapes(read_config(folder)) == stored
 
 
@@ -41,8 +42,9 @@ def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint:
 def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint(family)
     decoder = load_model(folder, kernels=ReferenceKernels())
+    # An indexer selects every token of the contexts that are served.
     sizes = {canonical(name): tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()
-             if ".indexer." not in name}  # which selects every token of the contexts that are served
+             if ".indexer." not in name and not name.endswith(BUFFERS)}
     if POSITIONS in sizes or family in COMPUTED:  # a table without the rows that no position has
         config = decoder.config
         sizes[POSITIONS] = config.max_position_embeddings * config.hidden_size * config.dtype.itemsize

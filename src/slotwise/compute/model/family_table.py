@@ -242,7 +242,6 @@ FAMILIES: dict[str, Family] = {
            ("XLMRobertaForCausalLM", bert_decoder.BERT, "xlm-roberta"),
            ("CamembertForCausalLM", bert_decoder.BERT, "camembert"),
            ("Data2VecTextForCausalLM", bert_decoder.BERT, "data2vec-text"),
-           ("RobertaPreLayerNormForCausalLM", bert_decoder.PRE_NORM, "roberta-prelayernorm"),
            ("XLMRobertaXLForCausalLM", bert_decoder.XL, "xlm-roberta-xl"))},
     "OPTForCausalLM": Family(opt.configure, opt.compose, ("opt",)),
     "GPTNeoXJapaneseForCausalLM": Family(

@@ -49,6 +49,7 @@ ENCODERS_AS_DECODERS: Mapping[str, str] = {
     "ModernBertDecoderForCausalLM": f"windows that look back only, and {HEAD_OF_BERT}",
     "RemBertForCausalLM": f"an embedding and a head of different sizes, and {HEAD_OF_BERT}",
     "RoCBertForCausalLM": "embeddings of a character's shape and sound",
+    "RobertaPreLayerNormForCausalLM": f"norms before attention and MLP, and {HEAD_OF_BERT}",
     "RoFormerForCausalLM": f"an embedding that is projected, and {HEAD_OF_BERT}",
     "XmodForCausalLM": "an adapter for each language in every layer",
 }

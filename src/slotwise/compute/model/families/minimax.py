@@ -32,7 +32,7 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.short_convolution import advanced, num_bytes
+from slotwise.compute.model.layers.short_convolution import advanced
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
@@ -102,7 +102,7 @@ class LightningAttention:
         self._weights = StateSpaceWeights(
             ConvolutionWeights(taps.to(device), None), decays.to(device), torch.ones(count, device=device),
             torch.zeros(count, device=device), norm * (1 + math.exp(-CONSTANT)) / CONSTANT, eps)
-        self.bytes = self._qkv.bytes + self._gate.bytes + self.output.bytes + num_bytes(self._weights)
+        self.bytes = self._qkv.bytes + self._gate.bytes + self.output.bytes + norm.nbytes
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """`[tokens, hidden] -> [kept tokens, hidden]`."""

@@ -103,8 +103,6 @@ class Attention:
         value_dim = options.value_dim or shape.head_dim
         self._smaller = None if value_dim == shape.head_dim and options.value_scale == 1 else _SmallerValues(
             heads.shape, value_dim, options.value_scale)
-        if self._smaller is not None:
-            refuse_ranks(source, "attention whose values have another size than keys")
         parts = queries | {k_name: key} | ({v_name: shape.num_kv_heads * value_dim} if options.has_values else {})
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
@@ -112,6 +110,8 @@ class Attention:
         is_shared, size = group.size > 1, shape.head_dim
         is_cut = is_shared or options.qkv_groups > 1 or options.values_first
         cuts = heads.cuts(parts, options.qkv_groups, values_first=options.values_first) if is_cut else NO_CUTS
+        if is_cut and value_dim != size:
+            cuts = {**cuts, v_name: Cut((range(heads.key.start * value_dim, heads.key.stop * value_dim),))}
         self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, cuts=cuts,
                           order=_of_heads(order, heads.shape, value_dim, is_gated=is_gated))
         columns = range(heads.query.start * size, heads.query.stop * size)
@@ -124,7 +124,8 @@ class Attention:
         elif is_gated:
             self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias, order=_gates(heads.shape))
         self.output = Linear(source, {output: hidden_size}, shape.num_heads * value_dim, bias=options.output_bias,
-                             cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
+                             cuts={output: Cut(columns=range(heads.query.start * value_dim,
+                                                             heads.query.stop * value_dim))} if is_shared else NO_CUTS)
         self._norm: QKNorm | None = None
         self._gated: Callable[[Tensor, Tensor], Tensor] | None = None
         if options.has_head_gates or options.has_softplus_gates:

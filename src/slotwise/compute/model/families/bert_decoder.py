@@ -41,11 +41,7 @@ class DecoderOptions:
 BERT = DecoderOptions(Parts(
     "attention.output.LayerNorm", "attention", "output.LayerNorm", "intermediate.dense", "output.dense"))
 GENERATION = replace(BERT, has_types=False, has_transform=False)
-MEGATRON = replace(
-    BERT, norms_sums=False,
-    parts=BERT.parts._replace(attention_norm="attention.ln", mlp_norm="ln"))
-
-
+MEGATRON = replace(BERT, norms_sums=False, parts=BERT.parts._replace(attention_norm="attention.ln", mlp_norm="ln"))
 XL = replace(MEGATRON, parts=BERT.parts._replace(attention_norm="attention.self_attn_layer_norm", mlp_norm="LayerNorm"))
 
 

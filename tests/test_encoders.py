@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import checkpoints
+from support.rank_threads import ranks_on_threads
 
 from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine_builder import build_engine
@@ -166,10 +167,12 @@ def test_dense_modules_follow_the_pooling(prompts, tmp_path):
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_an_encoder_is_divided_among_ranks_of_a_layer(name, prompts, tmp_path):
     folder = checkpoints.make(name, tmp_path / "model", kind="Model", tokenizer=True)
-    alone, divided = (LLM(str(folder), dtype="float32", max_model_len=128, tensor_parallel_size=ranks)
-                      for ranks in (1, 2))
-    for one, other in zip(*(llm.embed(prompts, use_tqdm=False) for llm in (alone, divided)), strict=True):
-        assert one.outputs.embedding == pytest.approx(other.outputs.embedding, abs=1e-5)
+    with ranks_on_threads():
+        alone, divided = (LLM(str(folder), dtype="float32", max_model_len=128, tensor_parallel_size=ranks)
+                          for ranks in (1, 2))
+        for one, other in zip(*(llm.embed(prompts, use_tqdm=False) for llm in (alone, divided)), strict=True):
+            assert one.outputs.embedding == pytest.approx(other.outputs.embedding, abs=1e-5)
+        del alone, divided
 
 
 TEXTS = ["def f(x):", "return x", "class A:\n    pass"]

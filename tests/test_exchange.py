@@ -287,17 +287,24 @@ async def refusal(server: ServedModel, path: Path) -> str:
     return of_model(other.config, 0)
 
 
+@pytest.fixture(scope="module")
+def served(models: Models) -> ServedModel:
+    config = EngineConfig.of(model=str(models.first), dtype="float32", max_model_len=LONGEST, kv_cache_memory=20 << 20)
+    return read_model(config, ServerSettings("m"), ModelOptions())
+
+
+def test_a_folder_without_a_fault_is_not_refused(models: Models, served: ServedModel) -> None:
+    assert asyncio.run(refusal(served, models.second)) == ""
+
+
 @pytest.mark.parametrize("fault", BROKEN)
 def test_every_fault_of_a_folder_is_found_before_the_old_engine_ends(
-        models: Models, tmp_path: Path, fault: str) -> None:
-    config = EngineConfig.of(model=str(models.first), dtype="float32", max_model_len=LONGEST, kv_cache_memory=20 << 20)
-    server = read_model(config, ServerSettings("m"), ModelOptions())
+        models: Models, served: ServedModel, tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models.second, folder)
-    assert asyncio.run(refusal(server, folder)) == ""
     breaks, said = BROKEN[fault]
     breaks(folder)
-    told = asyncio.run(refusal(server, folder))
+    told = asyncio.run(refusal(served, folder))
     assert told and said in told and "\n" not in told
 
 

@@ -1,4 +1,7 @@
-"""Several processes that compute one model give the tokens of one process, and end together."""
+"""Several processes that compute one model give the tokens of one process, and end together.
+
+Where starting and ending them is not what is tested, ranks are threads (`rank_threads.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import pytest
 import torch
 from support.checkpoints import make, prompts
 from support.live import Live, serving
+from support.rank_threads import ranks_on_threads
 from support.records import cached_of
 
 from slotwise import LLM, StructuredOutputsParams
@@ -42,6 +46,12 @@ LONG = dataclasses.replace(GREEDY, max_tokens=24)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9, logprobs=2, prompt_logprobs=1, max_tokens=4)
 LISTENS, LOOPBACK = "0A", "0100007F"  # a state, and 127.0.0.1, in /proc/net/tcp
 SMALL = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    with ranks_on_threads():
+        yield
 
 
 def engine_of(folder: Path, ranks: int, **settings: object) -> Engine:
@@ -86,9 +96,9 @@ def test_two_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
     assert tokens_of(two, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
-@pytest.mark.parametrize(("family", "stages", "width"), [
-    ("qwen2_moe", 2, 2), pytest.param("gpt_oss", 4, 1, marks=pytest.mark.slow)])
-def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "stages", "width"), [("qwen2_moe", 2, 2), ("gpt_oss", 4, 1)])
+def test_stages_give_the_tokens_of_one_process(
+        threads: None, family: str, stages: int, width: int, tmp_path: Path) -> None:
     folder = make(family, tmp_path / "model")
     config = read_config(folder)
     block = 2 * 16 * 4 * config.num_layers * max(2, config.num_kv_heads) * config.head_dim  # bytes
@@ -107,7 +117,8 @@ def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: 
     assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
-def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(tmp_path: Path) -> None:
+def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(
+        threads: None, tmp_path: Path) -> None:
     folder, asked = make("llama2", tmp_path / "model"), prompts([30, 44, 9, 51, 26, 38])
     alone, engine = engine_of(folder, 1), staged(folder, 2, max_num_seqs=2, max_num_batched_tokens=16)
     expected = tokens_of(alone, asked, LONG)
@@ -124,7 +135,7 @@ def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(
         assert tokens == expected[name][: len(tokens)] and len(tokens) >= (3 if int(name) % 2 else len(expected[name]))
 
 
-def test_grammars_penalties_and_vectors_are_those_of_one_process() -> None:
+def test_grammars_penalties_and_vectors_are_those_of_one_process(threads: None) -> None:
     settings = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 32}
     one, two = (LLM(**settings, pipeline_parallel_size=stages) for stages in (1, 2))
     asked = ["def main():", "import os\n" * 20, "x = 1", "class A:", "for i in"]
@@ -139,7 +150,7 @@ def test_grammars_penalties_and_vectors_are_those_of_one_process() -> None:
     assert vectors[0] == vectors[1]
 
 
-def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:
+def test_heads_may_differ_and_be_held_twice(threads: None, tmp_path: Path) -> None:
     folder = make("smollm2", tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3)
     asked = prompts([5, 40])
     assert tokens_of(engine_of(folder, 2), asked, GREEDY) == tokens_of(engine_of(folder, 1), asked, GREEDY)
@@ -168,12 +179,10 @@ def test_ranks_on_gpus_have_one_each(setting: str, monkeypatch: pytest.MonkeyPat
         other_ranks(EngineConfig.of(model="any", **{setting: 2}), kernels, None, print)
 
 
-@pytest.mark.parametrize(("stages", "width"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_ranks_of_plain_torch_exchange_through_gloo_until_their_engine_is_dropped(
-    stages: int, width: int, tmp_path: Path,
-) -> None:
+@pytest.mark.slow
+def test_ranks_of_plain_torch_exchange_through_gloo_until_their_engine_is_dropped(tmp_path: Path) -> None:
     folder, settings = make("mixtral", tmp_path / "model", tokenizer=True), {"device": "reference", **SMALL}
-    ranks = {"pipeline_parallel_size": stages, "tensor_parallel_size": width}
+    ranks = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     asked = [{"prompt_token_ids": prompt} for prompt in prompts([5, 40, 17])]
     params, told = AskedParams(temperature=1.0, max_tokens=4, seed=7, ignore_eos=True), []
     for sizes in ({}, ranks):
@@ -250,9 +259,9 @@ def listening(pid: int) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in opened}
 
 
-@pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1)])
-def test_a_lost_rank_fails_the_step_and_all_after_it(stages: int, width: int, tmp_path: Path) -> None:
-    engine = staged(make("llama2", tmp_path / "model"), stages, width)
+def test_a_lost_rank_fails_the_step_and_all_after_it(tmp_path: Path) -> None:
+    """A rank of the same layers; `attacks/test_rank_faults.py` kills one of the next stage."""
+    engine = engine_of(make("llama2", tmp_path / "model"), 2)
     (rank,) = engine.executor.ranks.processes  # type: ignore[attr-defined]
     engine.handle(Add(0, RequestSpec([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100))))
     engine.step()
@@ -281,8 +290,8 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_lost_rank_ends_its_streams_and_the_next_engine_says_the_same(server: Live, sent: signal.Signals) -> None:
+@pytest.mark.slow
+def test_a_frozen_rank_ends_its_streams_and_the_next_engine_says_the_same(server: Live) -> None:
     body = {"model": "slotwise-builtin", "prompt": "def main():", "max_tokens": 32, "temperature": 0}
     before = server.client.post("/v1/completions", json=body).json()["choices"]
     engine = children(server.process.pid)["slotwise.compose.engine_process"]
@@ -290,7 +299,7 @@ def test_a_lost_rank_ends_its_streams_and_the_next_engine_says_the_same(server: 
     with server.client.stream("POST", "/v1/completions", json=long) as reply:
         lines = reply.iter_lines()
         next(lines)
-        os.kill(children(engine)["slotwise.compose.rank_process"], sent)
+        os.kill(children(engine)["slotwise.compose.rank_process"], signal.SIGSTOP)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
     assert any("rank 1 of 2" in line for line in rest)

@@ -127,8 +127,8 @@ def prompt_entries(subject: Engine, texts: list[list[int]], alternatives: int) -
 
 def test_the_tokenizer_is_that_of_independent_code(file: Path, folder: Path) -> None:
     ours, independent = Tokenizer.load(file), Independent.from_file(str(folder / "tokenizer.json"))
-    texts = written(ours, 2_500) + drawn(2_000)
-    assert len(set(texts)) == 4_500
+    texts = written(ours, 1_000) + drawn(1_000)
+    assert len(set(texts)) == 2_000
     expected = independent.encode_batch(texts, add_special_tokens=False)
     for text, encoding in zip(texts, expected, strict=True):
         ids = ours.encode(text, add_special_tokens=False)
@@ -235,10 +235,13 @@ def test_log_probabilities_of_the_files_exact_weights(multiplied: Callable[[str]
 
 
 def test_one_percent_of_any_tensor_shows(multiplied: Callable[[str], list[list[float]]]) -> None:
-    """Of each kind the tensor is taken that shows least: `support.real_reference` has tried all."""
+    """Of each kind the reference has the tensor that shows least: `support.real_reference` has tried all.
+
+    Those of three kinds that show less than the others are tried again; kinds that change a product alike count once.
+    """
     weakest = reference()["weakest"]
     assert len(weakest) == 11 and min(change for _, change in weakest.values()) > 2 * ROUNDING
-    for name, change in weakest.values():
+    for change, name in sorted({change: name for name, change in weakest.values()}.items())[:3]:
         assert distance(multiplied(name), reference()["logprobs"]) == pytest.approx(change, abs=2 * ROUNDING), name
 
 
@@ -248,10 +251,7 @@ def test_one_percent_of_any_tensor_shows(multiplied: Callable[[str], list[list[f
 # too: tighten the bounds then.  And the share of places at which the most probable token is that of float32.
 FORMATS: dict[tuple[str, str, str], tuple[float, float, float]] = {  # dtype, quantization, kv_cache_dtype
     ("float32", "none", "auto"): (0.9999, 1.0001, 1.0),
-    ("float32", "none", "int8"): (0.99, 1.01, 0.95),
     ("bfloat16", "none", "auto"): (0.99, 1.01, 0.95),
-    ("bfloat16", "none", "int8"): (0.99, 1.01, 0.95),
-    ("bfloat16", "int8", "auto"): (0.985, 1.015, 0.92),
     ("bfloat16", "int8", "int8"): (0.985, 1.015, 0.92),
     ("bfloat16", "int4", "auto"): (0.985, 1.02, 0.92),  # the weights lie on a grid of 4 bits
 }
@@ -286,6 +286,7 @@ def test_perplexity_and_greedy_tokens(
     folder: Path, exactly_read: Reading, monkeypatch: pytest.MonkeyPatch, dtype: str, quantization: str, cached: str,
 ) -> None:
     monkeypatch.setattr(calibration, "ROWS", 8)  # enough for weights on a grid of 4 bits
+    monkeypatch.setattr(calibration, "LENGTH", 32)
     settings = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": cached, "max_num_seqs": 8,
                 "packed_weights_cache": 0.0}
     *bounds, least_kept = FORMATS[dtype, quantization, cached]
@@ -376,7 +377,7 @@ def test_drafts_change_no_token_of_an_edit(exact: Loaded, folder: Path) -> None:
     text = "\n\n".join(FUNCTION.replace("total_price", name) for name in before)
     text += "\n\n" + head.replace("total_price", "final_price") + "\n"
     prompts = [tokenizer.encode(text, add_special_tokens=False), reference()["chats"]["edit"]]
-    params = SamplingSpec(temperature=0, max_tokens=64)
+    params = SamplingSpec(temperature=0, max_tokens=40)
     adds = [Add(f"r{number}", RequestSpec(prompt, params)) for number, prompt in enumerate(prompts)]
     plain = play(engine(exact, folder), adds)
     expected = [Add(one.request_id, replace(one.spec, prediction=edited(plain.outputs[one.request_id].tokens)))

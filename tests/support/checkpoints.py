@@ -372,6 +372,11 @@ ENCODERS_ALIKE = {"xlm_roberta": "roberta", "camembert": "roberta", "electra": "
 COMPARED_ENCODERS = [name for name in ENCODERS if ARE_ALL_ASKED or name not in ENCODERS_ALIKE]
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
+DIFFERENT_CACHES = [
+    "llama3", "mistral", "gemma2", "gpt_oss", "llama4", "qwen3_next", "kimi_linear", "lfm2", "mamba2", "nemotron_h_moe",
+    "falcon_h1", "jamba", "granite_hybrid", "minimax", "deepseek_v3", "mimo_v2", "bloom", "gemma3n", "gemma4", "gpt2"]
+"""Families that differ in what a request keeps: blocks of all layers, of windows or chunks, latents, states, keys that
+layers share; and in how a place in the context is told apart: by a turn, a table or a bias."""
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "mimo_v2", "flint", "bloom", "mpt",
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt", "megatron-bert", '"mpnet"')
 """In configs of models whose attention torch's own does not compute."""

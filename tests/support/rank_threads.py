@@ -42,7 +42,8 @@ class _Rank:
 def ranks_on_threads() -> Iterator[None]:
     """Ranks that are started within the context are threads, and end with their engines."""
     before, opened = torch.get_num_threads(), list[ranks.RankFiles]()
-    gc.freeze()  # so that only what came meanwhile is looked through below
+    gc.collect()
+    gc.freeze()  # what is there stays, as after the tests were collected: only what came meanwhile is looked through
     close = ranks.RankFiles.close
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "thread_pool", lambda threads: ThreadPool(0))  # each rank has its own
@@ -54,7 +55,6 @@ def ranks_on_threads() -> Iterator[None]:
             yield
         finally:
             gc.collect()
-            gc.unfreeze()
             torch.set_num_threads(before)
             for files in opened:
                 close(files)

@@ -637,7 +637,7 @@ class Loaded:
         if disk is not None:
             weakref.finalize(engine, disk.close).atexit = False  # its threads refer to the cache
         info.learned = times.learned() if times.is_trained else None
-        info.roofline = self.roofline(glance(decoder))
+        info.roofline = self.roofline(glance(decoder, self._stored_as(config)))
         return engine, info
 
     def _info(self, config: EngineConfig, limits: SchedulerLimits, used: MemoryUse, depth: int) -> EngineInfo:

@@ -82,11 +82,23 @@ def _product_rate(decoder: DecoderSizes, size: int, seconds: float) -> float:
     return 2 * size**3 / _best(lambda: multiply(tokens)[0, 0].item(), seconds)
 
 
-def glance(decoder: DecoderSizes) -> Machine:
-    """Measures the same on smaller data, quickly enough for the start of a server."""
-    if decoder.kernels.device.type == "cuda":
-        return measure_machine(decoder, (8192,), seconds=0.05)
-    return measure_machine(decoder, (768,), CACHES // 2, 0.01)
+def glance(decoder: DecoderSizes, stored: str) -> Machine:
+    """Measures the same on smaller data, quickly enough for the start of a server.
+
+    A process measures once for all engines whose weights are `stored` alike, take the same path, and have as many bytes
+    in powers of two.
+    """
+    kernels, kind = decoder.kernels, decoder.config.dtype
+    alike = (kernels.name, kernels.device, kind, kernels.product_path(kind), stored, torch.get_num_threads(),
+             decoder.step_weight_bytes.bit_length())
+    if alike not in _glances:
+        is_cuda = kernels.device.type == "cuda"
+        _glances[alike] = measure_machine(decoder, (8192,), seconds=0.05) if is_cuda else measure_machine(
+            decoder, (768,), CACHES // 2, 0.01)
+    return _glances[alike]
+
+
+_glances: dict[tuple[object, ...], Machine] = {}
 
 
 def faster(one: Machine, other: Machine) -> Machine:

@@ -25,7 +25,7 @@ from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 REFUSALS = (CheckpointError, ConfigError, TokenizerError, ChatTemplateError)
 ROOM = 1 << 30  # bytes that opening a file may take
-MUTATIONS = 500
+MUTATIONS = 200
 HUGE = (0, 1, 2**16, 2**31 - 1, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
 
 

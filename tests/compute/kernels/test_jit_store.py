@@ -25,18 +25,11 @@ import torch
 logging.basicConfig(format="%(message)s")
 from slotwise.compute.kernels.cpu import pointwise
 from slotwise.compute.kernels.cpu.jit import compiler
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
 codes = [pointwise.NORM[torch.float32], pointwise.SILU_MUL[torch.float32]]
 print(*(code.is_on_disk for code in codes))
 compiler.compile_all(codes)
 print(*(code.is_on_disk for code in codes))
-"""
-
-
-COMPUTE = """
-import logging
-import torch
-from slotwise.compute.kernels.cpu.kernels import CpuKernels
-logging.basicConfig(format="%(message)s")
 kernels, x = CpuKernels(2), torch.randn(50, 64)
 kernels.rms_norm(x, torch.ones(64), 1e-5)
 print(torch.allclose(kernels.silu_mul(x), torch.nn.functional.silu(x[:, :32]) * x[:, 32:], atol=1e-5))
@@ -67,18 +60,11 @@ def test_code_for_another_processor_has_a_folder_of_its_own(monkeypatch, where, 
 
 
 @pytest.mark.slow
-def test_kernels_are_compiled_once_and_shared_out(tmp_path):
-    folder = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run(COMPILE, **folder) == ["False False", "True True"]
-    assert run(COMPILE, **folder) == ["True True", "True True"]
-
-
-@pytest.mark.slow
 def test_kernels_are_compiled_where_nothing_can_be_kept(tmp_path):
     nowhere = tmp_path / "file"
     nowhere.touch()
     (tmp_path / f"slotwise-{os.geteuid()}").touch()
-    assert run(COMPILE, XDG_CACHE_HOME=str(nowhere), TMPDIR=str(tmp_path)) == ["False False"] * 2
+    assert run(COMPILE, XDG_CACHE_HOME=str(nowhere), TMPDIR=str(tmp_path)) == ["False False", "False False", "True"]
 
 
 def test_only_folders_used_last_are_kept(tmp_path):
@@ -223,19 +209,20 @@ def test_a_link_of_another_user_is_not_followed(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_compile_at_once_all_compute_and_so_does_a_start_after_damage(tmp_path):
+def test_processes_that_compile_at_once_all_compute_and_share_and_so_does_a_start_after_damage(tmp_path):
     folder = {"XDG_CACHE_HOME": str(tmp_path)}
-    processes = [subprocess.Popen([sys.executable, "-c", COMPUTE], env=os.environ | folder, stdout=subprocess.PIPE,
+    processes = [subprocess.Popen([sys.executable, "-c", COMPILE], env=os.environ | folder, stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    assert [process.communicate()[0] for process in processes] == ["True\n"] * 2
-    assert told(COMPUTE, **folder) == (["True"], [])
+    assert [process.communicate()[0].splitlines()[1:] for process in processes] == [["True True", "True"]] * 2
     kernels = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kernels) == 2
     for path, damage in zip(kernels, ("halved", "code flipped"), strict=True):  # the others: see `DAMAGE`, above
         path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    printed, logged = told(COMPUTE, **folder)
-    assert printed == ["True"]
-    assert len([line for line in logged if "is damaged: it is compiled anew" in line]) >= len(kernels)
-    assert told(COMPUTE, **folder) == (["True"], [])
+    printed, logged = told(COMPILE, **folder)
+    assert printed == ["False False", "True True", "True"]
+    assert {line.partition("is damaged")[1:] for line in logged} == {("is damaged", ": it is compiled anew")}
+    assert all(any(str(path) in line for line in logged) for path in kernels)
+    assert told(COMPILE, **folder) == (["True True", "True True", "True"], [])
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_with_what_it_costs(place, tmp_path, caplog):

@@ -30,7 +30,7 @@ workers.dismiss()
 print(workers.are_waiting(), *(helper.wait() for helper in called))
 """
 
-WITHOUT_FILES = """
+WITHOUT_FILES = EARLY + """
 import resource, torch
 from slotwise.compute.kernels.cpu import pointwise
 from slotwise.compute.kernels.cpu.jit import compiler
@@ -62,8 +62,7 @@ def test_helpers_are_called_before_anything_is_compiled_and_leave_when_it_is(tmp
     first, second = run(COMPILE.format(before=""), tmp_path)
     assert int(first) == called
     assert second.split() == ["True", "True", "True", "False", *["0"] * called]
-    assert run(EARLY, tmp_path) == ["0"], "everything is there already"
-    assert run(WITHOUT_FILES, tmp_path) == ["True", "True"], "and needs no temporary folder"
+    assert run(WITHOUT_FILES, tmp_path) == ["0", "True", "True"], "everything is there, and needs no temporary folder"
 
 
 @pytest.mark.slow

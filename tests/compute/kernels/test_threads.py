@@ -129,20 +129,6 @@ def _told(program: str, **environment: str) -> str:
     return run.stdout
 
 
-AWAKE = """
-from slotwise.compute.kernels.cpu.threads import ThreadPool
-from tests.compute.kernels.test_threads import Job
-for helpers in (1, 3, 3):
-    pool, job = ThreadPool(helpers), Job(100)
-    for _ in range(100):
-        job.run_on(pool)
-"""
-
-
-def test_a_process_ends_while_helpers_are_awake():
-    _told(AWAKE, PYTHONPATH=os.pathsep.join(sys.path))
-
-
 FORKED = """
 import os
 from slotwise.compute.kernels.cpu.threads import INSIDE, ThreadPool
@@ -156,11 +142,15 @@ if child := os.fork():
 else:
     job.run_on(pool)
     os._exit(0 if (job.cells == 2).all() else 1)
+for helpers in (1, 3, 3):
+    pool, job = ThreadPool(helpers), Job(100)
+    for _ in range(100):
+        job.run_on(pool)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_process_works_alone():
+def test_a_forked_process_works_alone_and_its_parent_ends_while_helpers_are_awake():
     _told(FORKED, PYTHONPATH=os.pathsep.join(sys.path))
 
 
@@ -182,26 +172,13 @@ def test_work_beside_torch_is_done_also_where_fewer_threads_start_than_were_aske
 WHERE = """
 import os, threading, time, torch
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
-from slotwise.compute.kernels.cpu.threads import ASLEEP, thread_pool
+from slotwise.compute.kernels.cpu.threads import ASLEEP, roam, thread_pool
 CpuKernels(2).linear(torch.randn(64, 32))(torch.randn(40, 32))
 while thread_pool(2)._shared[ASLEEP] == 0:  # the helper may not even have begun: a leader does not wait for it
     time.sleep(0.01)
 helper = next(thread for thread in threading.enumerate() if thread.name == "compute-1")
 print(os.sched_getaffinity(0) == os.sched_getaffinity(helper.native_id))
 print(os.getpriority(os.PRIO_PROCESS, helper.native_id), os.getpriority(os.PRIO_PROCESS, 0) < 19)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities and places of their own on Linux")
-def test_helpers_give_way_and_stay_where_openmp_s_threads_would():
-    is_alone = str(len(os.sched_getaffinity(0)) == 1)
-    assert _told(WHERE, OMP_PROC_BIND="true", OMP_NUM_THREADS="2").split() == [is_alone, "19", "True"]
-    assert _told(WHERE, OMP_PROC_BIND="false").split() == ["True", "19", "True"]
-
-
-ROAM = """
-import os, threading
-from slotwise.compute.kernels.cpu.threads import roam
 everywhere, told = os.sched_getaffinity(os.getppid()), []
 def look():
     told.append(os.sched_getaffinity(0) == everywhere)
@@ -214,8 +191,10 @@ print(*told)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have places of their own on Linux")
-def test_a_thread_may_leave_the_core_of_the_bound_one_that_started_it():
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities and places of their own on Linux")
+def test_helpers_give_way_and_stay_where_openmp_s_threads_would_and_another_thread_may_leave():
+    """The bound thread that started it stays on its core."""
     is_alone = str(len(os.sched_getaffinity(0)) == 1)
-    assert _told(ROAM, OMP_PROC_BIND="true", OMP_NUM_THREADS="2").split() == [is_alone, "True"]
-    assert _told(ROAM, OMP_PROC_BIND="false").split() == ["True", "True"]
+    bound = _told(WHERE, OMP_PROC_BIND="true", OMP_NUM_THREADS="2").split()
+    assert bound == [is_alone, "19", "True", is_alone, "True"]
+    assert _told(WHERE, OMP_PROC_BIND="false").split() == ["True", "19", "True", "True", "True"]

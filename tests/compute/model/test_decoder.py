@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import (
     ARE_ALL_ASKED,
+    DIFFERENT_CACHES,
     FAMILIES,
     LLAMA3_ROPE,
     as_part,
@@ -77,11 +78,12 @@ def distance(folder: Path, kernels: Kernels, expected: list[torch.Tensor], chunk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES if ARE_ALL_ASKED else [
+    family for family in FAMILIES if family not in DIFFERENT_CACHES])
 @pytest.mark.parametrize("kernels", ["reference"], indirect=True)
 def test_logits_are_those_of_transformers(
         family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Logits) -> None:
-    """By the CPU's kernels tokens are compared in `test_parity.py`, in chunks and in company."""
+    """By the CPU's kernels tokens are compared in `test_parity.py`; of other families also those of a long context."""
     assert distance(checkpoint(family), kernels, expected(family)) < CLOSE
 
 
@@ -106,11 +108,9 @@ class TestSensitivity:
     def disturbed(self, checkpoint: Checkpoints, tmp_path: Path) -> Checkpoints:
         return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
 
-    @pytest.mark.parametrize("family", EVERY_LAYER)
+    @pytest.mark.parametrize("family", ["mistral", "gemma2"])
     def test_rotary_base(self, family: str, disturbed: Checkpoints, expected: Logits) -> None:
         folder = disturbed(family)
-        if "rope_parameters" not in json.loads((folder / "config.json").read_text()):
-            pytest.skip("nothing turns, or by angles that the config does not change")
         edit_config(folder, rope_parameters=_turned(_rope(folder)))
         assert_differs(folder, expected(family))
 
@@ -121,10 +121,9 @@ class TestSensitivity:
         assert_differs(folder, expected("llama3"))
 
     @pytest.mark.parametrize(("family", "fields"), [
-        ("mistral", {"sliding_window": 49}), ("mistral", {"sliding_window": 47}), ("mistral", {"sliding_window": None}),
-        ("qwen2", {"sliding_window": 65}), ("qwen2", {"layer_types": ["full_attention"] * 3}),
+        ("mistral", {"sliding_window": 49}), ("mistral", {"sliding_window": 47}),
         ("qwen2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
-        ("gemma2", {"sliding_window": 47}), ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
     ])
     def test_window(self, family: str, fields: dict[str, Any], disturbed: Checkpoints, expected: Logits) -> None:
         folder = edit_config(disturbed(family), **fields)
@@ -136,7 +135,6 @@ class TestSensitivity:
         assert_differs(edit_config(disturbed("gemma2"), **fields), expected("gemma2"))
 
     @pytest.mark.parametrize(("family", "name"), [
-        *(("qwen2", f"self_attn.{part}_proj.bias") for part in "qkv"),
         *(("llama_bias", f"self_attn.{part}_proj.bias") for part in "qkvo"),
         *(("llama_bias", f"mlp.{part}_proj.bias") for part in ("gate", "up", "down")),
     ])
@@ -162,7 +160,7 @@ class TestSensitivity:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES if ARE_ALL_ASKED else [
-    *EVERY_LAYER, "gpt2", "bloom", "jamba", "mamba2", "deepseek_v2", "gemma4"])
+    *EVERY_LAYER, "mamba2", "deepseek_v2", "gemma4"])
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family: str, tmp_path: Path) -> None:
     folder = make(family, tmp_path / family, dtype="bfloat16", initializer_range=0.1)
     [ids] = prompts([1001], seed=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import FAMILIES, class_name, make, prompts
+from support.checkpoints import ARE_ALL_ASKED, DIFFERENT_CACHES, FAMILIES, class_name, make, prompts
 from support.ragged import Driver
 
 from slotwise.compute.kernels.checked import CheckedKernels
@@ -99,7 +99,7 @@ def test_kernels_without_recurrent_states_say_so(checkpoint: Callable[[str], Pat
     assert load_model(checkpoint("llama2"), kernels=Without())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES if ARE_ALL_ASKED else DIFFERENT_CACHES)
 def test_a_sharded_checkpoint_is_the_whole_one(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     sharded, [ids] = make(family, tmp_path / "sharded", shard_size="300KB"), prompts([9])
     assert len(list(sharded.glob("*.safetensors"))) > 1

@@ -16,6 +16,7 @@ from slotwise.compute.model.loading import load_model
 
 BLOCK, LONGEST = 64, 4000
 PATHS = ["float32", "amx", "bf16", "fp16"]  # of products whose result does not depend on the number of rows
+FAMILIES = ("llama3", "mistral", "gemma2", "qwen3_5", "deepseek_v3")  # of different attention
 LAST = 9  # positions whose logits are compared
 
 
@@ -44,13 +45,14 @@ def logits(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module", params=["llama3", "mistral", "gemma2", "qwen3_5", "deepseek_v3"])
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make(request.param, tmp_path_factory.mktemp("model"), max_position_embeddings=LONGEST)
 
 
-@pytest.mark.parametrize(("kind", "path"), [
-    product_paths.param("float32", "float32"), *(product_paths.param(path, "bfloat16") for path in PATHS)])
+@pytest.mark.parametrize(("folder", "kind", "path"), [
+    *(product_paths.param("float32", family, kind) for family in FAMILIES for kind in ("float32", "bfloat16")),
+    *(product_paths.param(path, "llama3", "bfloat16") for path in PATHS[1:])], indirect=["folder"])
 def test_with_and_without_drafts_chunked_and_not(folder: Path, kind: str, path: str) -> None:
     decoder = load_model(folder, kernels=CpuKernels(threads=2, path=path), dtype=kind)
     for length in (1025, LONGEST):

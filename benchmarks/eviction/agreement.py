@@ -5,9 +5,9 @@
 
 Each window is a server of its own with a small cache, over HTTP, and an open loop: a request is sent at its time,
 whether or not others have ended.  Ten minutes of traffic are scaled to a window: pauses and gaps between arrivals by
-the same factor, one in `every` of its sessions is sent, and lengths are multiplied by `tokens`.  Half of the sessions
-(or of the groups that share a prefix) ask to be retained.  An agent's next prompt repeats the tokens that the server
-answered; its pauses begin when an answer of usual speed would have ended.
+the same factor, one in `every` of its sessions is sent, and lengths are multiplied by `tokens`.  A fourth of the
+sessions (or of the groups that share a prefix) asks to be retained.  An agent's next prompt repeats the tokens that the
+server answered; its pauses begin when an answer of usual speed would have ended.
 
 usage: python -m benchmarks.eviction agreement MODEL --trace JSONL --json FILE [--traffic agents] [--seconds 60]
 
@@ -110,7 +110,7 @@ def _first(session: Session) -> int:
     The first block of Mooncake's prompts is that of most others.
     """
     prompt = session.turns[0].prompt
-    return prompt[1 if prompt[0].content == FIRST_ID else 0].content if len(prompt) > 1 else prompt[0].content
+    return prompt[1 if len(prompt) > 1 and prompt[0].content == FIRST_ID else 0].content
 
 
 def asks_of(sessions: Sequence[tuple[Session, bool]], seconds: float) -> list[Ask]:
@@ -240,9 +240,9 @@ def pairs_of(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             log = str(asked.keep / f"{kind}-{asked.seed}-{name}") if asked.keep else ""
             with serving(*options(asked, policy, int(of_block * num_blocks), log)) as server:
                 pair[name] = asyncio.run(window(server, vocab_size, asks, retains=name == WITH))
-                num_blocks_of = server.num_blocks
+                num_blocks = server.num_blocks
         yield {"traffic": kind, "seed": asked.seed, "seconds": asked.seconds, **SCALES[kind]._asdict(),
-               "requests": len(asks), "blocks": num_blocks_of, "needed_blocks": needed, **pair}
+               "requests": len(asks), "blocks": num_blocks, "needed_blocks": needed, **pair}
 
 
 def main() -> None:

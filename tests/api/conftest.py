@@ -1,8 +1,9 @@
-"""A live server on a free port for each module, a tokenizer to go with it."""
+"""A live server on a free port that all modules of a process share, a tokenizer to go with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,38 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
+class Shared:
+    """The server with default settings, started for the first module that needs it and again where one has ended it."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._folder, self._log, self._stack = folder, log, ExitStack()
+        self._server: Server | None = None
+
+    def server(self) -> Server:
+        if self._server is None or not self._is_whole(self._server):
+            self.close()
+            self._server = self._stack.enter_context(running(self._folder, self._log))
+        self._log.write_text("")  # the engine appends
+        return self._server
+
+    def _is_whole(self, server: Server) -> bool:
+        """Whether its engine is still the first one, which has nothing left to do."""
+        if server.process.poll() is not None or not Path(f"/proc/{server.engine_pid}").exists():
+            return False
+        health = server.get("/health")
+        return health.status_code == 200 and health.json()["num_live"] == 0
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="session")
+def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    found = Shared(folder, tmp_path_factory.mktemp("log") / "engine")
+    yield found
+    found.close()
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(folder, tmp_path_factory.mktemp("log") / "engine") as started:
-        yield started
+def server(shared: Shared) -> Server:
+    return shared.server()

@@ -166,20 +166,19 @@ def test_what_is_asked_counts_as_a_request(folder: Path, tmp_path: Path) -> None
         assert answers[0].headers["x-ratelimit-remaining-requests"] == "2"
 
 
-def test_a_worker_that_was_killed_is_replaced_before_the_explanation(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine") as server:
-        (worker,) = _asked(server)
-        os.kill(worker, signal.SIGKILL)
-        answer = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json()
-        told = answer["slotwise"]["explain"]
-        assert len(told["requests"]) == 1 and "error" not in told
-        (again,) = _asked(server)
-        assert again != worker
+def test_a_worker_that_was_killed_is_replaced_before_the_explanation(server: Server) -> None:
+    (worker,) = _asked(server)
+    os.kill(worker, signal.SIGKILL)
+    answer = server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json()
+    told = answer["slotwise"]["explain"]
+    assert len(told["requests"]) == 1 and "error" not in told
+    (again,) = _asked(server)
+    assert again != worker
 
 
-def test_a_response_is_complete_without_its_explanation(folder: Path, tmp_path: Path) -> None:
+def test_a_response_is_complete_without_its_explanation(server: Server) -> None:
     """Where its workers end again and again."""
-    with running(folder, tmp_path / "engine") as server, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             lambda: server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json())
         while not asked.done():

@@ -53,7 +53,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "engine"
-    with running(hostile, log, "api_keys=one,two", "template_seconds=2") as started:
+    with running(hostile, log, "api_keys=one,two", "template_seconds=1") as started:
         started.client.headers["Authorization"] = "Bearer one"
         yield started
 
@@ -74,7 +74,7 @@ def test_a_hostile_template_is_refused(server: Server, said: str) -> None:
     assert error["param"] == "messages" and error["message"].startswith("the chat template "), error
     assert len(error["message"]) < 1000
     if said == "endless":
-        assert error["message"] == "the chat template took more than 2 seconds"
+        assert error["message"] == "the chat template took more than 1 seconds"
     assert server.post(CHAT, chat("hello")).status_code == 200, "and goes on"
 
 
@@ -120,7 +120,7 @@ def test_others_are_served_meanwhile(server: Server, tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_it_meanwhile(hostile: Path, tmp_path: Path, number: int) -> None:
-    with running(hostile, tmp_path / "engine", "shutdown_timeout=1") as server:
+    with running(hostile, tmp_path / "engine", "shutdown_timeout=1", "template_seconds=2") as server:
         def ask() -> None:
             with pytest.raises(httpx.HTTPError):
                 server.client.post(server.url + CHAT, json=chat("endless")).raise_for_status()

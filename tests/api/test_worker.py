@@ -152,7 +152,7 @@ def test_a_worker_that_fails_twice_is_no_fault_of_the_call() -> None:
         assert not isinstance(found.value, WorkerError)
         assert await call(worker, "echo", 1) == 1
 
-    with_worker(play, CallLimits(seconds=3.0, memory=256 << 20, answer=1 << 20))
+    with_worker(play, CallLimits(seconds=1.0, memory=256 << 20, answer=1 << 20))
 
 
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next() -> None:

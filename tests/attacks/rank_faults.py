@@ -24,7 +24,7 @@ from attacks import clients, ledger
 from attacks.clients import Answer, ask
 from attacks.processes import command
 
-CLIENTS = 8
+CLIENTS = 8  # of a drill
 KINDS = 12  # of requests
 OF_A_SERVER = 4  # faults: the supervisor pauses 1, 2, 4 and 8 seconds
 HUNG = 10.0  # seconds that a stream may go on after its rank is lost, or after the last fault
@@ -63,25 +63,25 @@ def bodies(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def faults(times: int, width: int, stages: int, seed: int = 1, hangs_after: float = HUNG,
-           gone_after: float = BACK) -> dict[str, Any]:
+           gone_after: float = BACK, num_clients: int = CLIENTS) -> dict[str, Any]:
     """What `times` faults did, on servers of `stages` stages of `width` ranks."""
     rng, seen = random.Random(seed), FaultTally(hangs_after, gone_after)
     while times > 0:
         with serving("--dtype", "float32", "--tensor-parallel-size", str(width), "--pipeline-parallel-size",
                      str(stages)) as server:
-            asyncio.run(_disturb(server, min(times, OF_A_SERVER), rng, seen))
+            asyncio.run(_disturb(server, min(times, OF_A_SERVER), rng, seen, num_clients))
         times -= OF_A_SERVER
     return {"tensor_parallel_size": width, "pipeline_parallel_size": stages, "seed": seed, **seen.report()}
 
 
-async def _disturb(server: Server, times: int, rng: random.Random, seen: FaultTally) -> None:
+async def _disturb(server: Server, times: int, rng: random.Random, seen: FaultTally, num_clients: int) -> None:
     async with clients.session() as http:
         asked = bodies(rng)
         expected = [(await ask(http, server, body)).text for body in asked]
         answers: list[tuple[int, Answer]] = []
         enough = asyncio.Event()
         load = [asyncio.create_task(_stream(http, server, asked, answers, random.Random(rng.random()), enough))
-                for _ in range(CLIENTS)]
+                for _ in range(num_clients)]
         struck = []
         for _ in range(times):
             await asyncio.sleep(rng.uniform(0.3, 3.0))

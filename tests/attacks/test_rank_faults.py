@@ -40,7 +40,7 @@ def test_what_hangs_is_doubled_or_is_lost_is_counted(bad: Answer, hung: int, dou
 @pytest.mark.timeout(900)
 def test_ranks_that_are_killed_leave_no_stream_hanging_or_doubled() -> None:
     """How soon service is back depends on what else the machine does: only what never ends fails."""
-    found = faults(2, width=1, stages=2, hangs_after=140.0, gone_after=600.0)
+    found = faults(2, width=1, stages=2, hangs_after=140.0, gone_after=600.0, num_clients=3)
     assert sum(found["faults"].values()) == 2 and found["errors"] and found["streams"][ledger.COMPLETED]
     assert found["hung"] == found["doubled"] == found["lost"] == found["not_back"] == 0
 

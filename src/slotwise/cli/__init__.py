@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from slotwise.cli.parser import Parser
+from slotwise.compute.kernels.lazy_imports import spare_torch
 from slotwise.errors import OneLineError, described, one_line
 from slotwise.observe import lines
 
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     process.ignore_numba_file()
+    if IS_COMMAND:
+        spare_torch()
     process.raise_again()
     try:
         status: int = asked.run(asked)

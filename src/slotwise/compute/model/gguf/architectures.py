@@ -107,6 +107,11 @@ class ArchitectureKeys:
             raise self.error(key, f"gives {len(numbers)} numbers, and the model has {layers} layers")
         return [number > 0 for number in (numbers if len(numbers) == layers else numbers * layers)]
 
+    def heads(self, key: str, layers: int, least: int) -> list[int]:
+        """A number of each layer; `least` is what `alike` returns, which has checked them."""
+        numbers = [int(each) for each in self._of_layers(self.metadata.numbers(self._name(key)), layers)]
+        return numbers if len(numbers) == layers else [least] * layers
+
     def _of_layers(self, numbers: Sequence[float], layers: int) -> list[float]:
         """Those of `layers`, where a key also has numbers of the blocks that draft."""
         return [*numbers[:layers]] if len(numbers) == layers + self.drafting else [*numbers]
@@ -367,8 +372,7 @@ def hy_v3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 def laguna(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     _check_sigmoid(keys)
     layers, size, rope = common["num_hidden_layers"], common["head_dim"], common["rope_parameters"]
-    heads = [int(each) for each in keys.values("attention.head_count")]
-    heads = heads[:layers] if len(heads) > 1 else heads * layers
+    heads = keys.heads("attention.head_count", layers, common["num_attention_heads"])
     turning = keys.integer("rope.dimension_count_swa", default=size)
     per_head = keys.rows("attn_gate") == heads[0]
     return _experts(keys) | _sparse_layers(keys, common) | _windows_if_set(keys, common, first_is_full=True) | {
@@ -454,8 +458,7 @@ def mimo_v2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     _check_sigmoid(keys)
     layers, size, rope = common["num_hidden_layers"], common["head_dim"], common["rope_parameters"]
     kinds = _window_kinds(keys, layers, 6)
-    given = [int(each) for each in keys.values("attention.head_count_kv")]
-    heads = given[:layers] if len(given) > 1 else given * layers
+    heads = keys.heads("attention.head_count_kv", layers, common["num_key_value_heads"])
     by_kind = {kind: next((count for count, each in zip(heads, kinds, strict=True) if each == kind), heads[0])
                for kind in (FULL, SLIDING)}
     return _routed(keys) | _sparse_layers(keys, common) | {
@@ -1195,10 +1198,8 @@ def gemma4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     """Numbers that differ by layer are those of layers with a window, and others of those without."""
     layers, size = common["num_hidden_layers"], common["head_dim"]
     kinds = [SLIDING if each else FULL for each in keys.numbers("attention.sliding_window_pattern", layers)]
-    heads, widths = (keys.metadata.numbers(f"{keys.prefix}.{key}") for key in (
-        "attention.head_count_kv", "feed_forward_length"))
-    heads = heads if len(heads) == layers else [common["num_key_value_heads"]] * layers
-    heads = [int(each) for each in heads]
+    heads = keys.heads("attention.head_count_kv", layers, common["num_key_value_heads"])
+    widths = keys.metadata.numbers(f"{keys.prefix}.feed_forward_length")
     factors = read_factors(keys, "rope_freqs", size // 2, UNTURNED)
     turning = sum(factor < UNTURNED for factor in factors) / max(1, len(factors)) if factors else 1.0
     table = keys.tensors.get("per_layer_token_embd.weight")

@@ -193,7 +193,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def read(cls, metadata: Metadata, name: str) -> _Tiles:
-        groups, heads = (metadata.integer(f"{name}.ssm.{key}") for key in ("group_count", "time_step_rank"))
+        groups, heads = (metadata.integer(f"{name}.ssm.{key}", minimum=1) for key in ("group_count", "time_step_rank"))
         return cls(2 * groups * metadata.integer(f"{name}.ssm.state_size"), groups, heads)
 
 

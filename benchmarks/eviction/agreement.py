@@ -65,7 +65,7 @@ BLOCK = 16  # tokens
 LONGEST = 1280  # tokens of a prompt with its output; longer ones are left out
 SPARE = 32  # blocks that a cache has at least, beside those of one request
 PROBED = 256 << 20  # bytes of a cache, by which the bytes of a block are known
-WARM_UPS = (24, 100, 400, 1600)  # tokens of the prompts before a window
+WARM_UPS = (24, 100, 400, 1000)  # tokens of the prompts before a window
 WITHOUT, WITH = "without", "with"
 
 

@@ -36,7 +36,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(begun, tmp_path_factory.mktemp("log") / "engine", "trust_request_chat_template=1") as started:
+    with running(begun, tmp_path_factory.mktemp("log") / "engine", "trust_request_chat_template=1",
+                 "template_seconds=1") as started:
         yield started
 
 
@@ -156,7 +157,7 @@ def test_a_request_brings_its_template(server: Server) -> None:
 
 def test_a_template_that_never_ends_delays_no_other_template(server: Server) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    assert "took more than 5 seconds" in refused(server, "chat_template", {"messages": HELLO, "chat_template": endless})
+    assert "took more than 1 seconds" in refused(server, "chat_template", {"messages": HELLO, "chat_template": endless})
     assert prompt_of(server, chat_template="<{{ messages[0].content }}>") == "<hello>"
 
 

@@ -81,7 +81,8 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     await supervisor.ready()
     tokenizer = Tokenizer.load(folder)
     source = find_chat_template(folder) or ""
-    template = Template(source, tokenizer.special_tokens, rendering)
+    Template.__init__.__defaults__ = (rendering,)  # also of templates that requests bring
+    template = Template(source, tokenizer.special_tokens)
     if source != TEMPLATE:  # that one reads no variables: its worker need not start before the first chat
         with contextlib.suppress(ApiError, ChatTemplateError):
             await template.variables("")

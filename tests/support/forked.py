@@ -1,6 +1,6 @@
 """Runs the tests in processes that are forked after one collection: a pytest plugin, `-p support.forked --forks N`.
 
-To collect is to import torch, transformers and every test, half a minute of a core, which each worker of xdist does
+To collect is to import torch, transformers and every test, seven seconds of a core, which each worker of xdist does
 again.  Here the tests are collected once, and N processes that share the memory of what was imported take one file
 after another.  A process gets its next file when it has ended the one before, so that a file never waits behind a long
 test while another process idles.  It needs fork, and libraries that start no thread when they are imported: Linux.
@@ -29,7 +29,7 @@ from _pytest.reports import TestReport
 
 from support import leftovers
 
-GRACE = 10.0  # seconds in which a process that is interrupted may tear down its fixtures
+GRACE = 10.0  # seconds in which a process may tear down its fixtures and end its threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -140,6 +140,8 @@ class Parent:
         """A child that has ended before its tests fails the one that it ran; another one gets what is left."""
         child, left = self._children.pop(connection), self._left.pop(connection)
         connection.close()
+        child.join(GRACE)
+        child.kill()  # one that waits for a thread of a test
         child.join()
         if not left:
             return
@@ -182,6 +184,7 @@ class Child:
             except BaseException as error:  # there is no test that could fail
                 with contextlib.suppress(BrokenPipeError):
                     self._connection.send(f"fixtures of a session were torn down: {error!r}")
+            self._connection.close()
 
     def _items(self) -> Iterator[int]:
         while True:

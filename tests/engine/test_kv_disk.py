@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 
@@ -38,18 +38,21 @@ DAY = 86_400.0
 class Stored(Side):
     """An engine whose blocks are on disk, too."""
 
-    def __init__(self, folder: Path, identity: str = "toy", most: int = 1 << 20, max_age: float = DAY) -> None:
+    def __init__(self, folder: Path, identity: str = "toy", most: int = 1 << 20, max_age: float = DAY,
+                 adapters: Mapping[int, str] | None = None) -> None:
         super().__init__(LIMITS)
         self.store = DiskStore(folder, self.blocks.block_bytes, most, max_age)
-        self.disk = DiskLink(self.store, self.blocks, self.scheduler, identity)
+        self.disk = DiskLink(self.store, self.blocks, self.scheduler, identity,
+                             digest_of=lambda number: (adapters or {}).get(number, ""))
         self.engine._kv_link = self.disk
 
-    def ask(self, name: str, prompt: list[int], salt: str = "", max_tokens: int = 8) -> None:
-        self.handle(Add(UNSUBMITTED, RequestSpec(prompt, SamplingSpec(max_tokens=max_tokens), salt=salt), name=name))
+    def ask(self, name: str, prompt: list[int], salt: str = "", max_tokens: int = 8, adapter: int = 0) -> None:
+        spec = RequestSpec(prompt, SamplingSpec(max_tokens=max_tokens), salt=salt, adapter=adapter)
+        self.handle(Add(UNSUBMITTED, spec, name=name))
 
-    def run(self, name: str, prompt: list[int], salt: str = "") -> int:
+    def run(self, name: str, prompt: list[int], salt: str = "", adapter: int = 0) -> int:
         """Runs a request to its end; returns how many of its tokens were cached.  Its tokens must be right."""
-        self.ask(name, prompt, salt)
+        self.ask(name, prompt, salt, adapter=adapter)
         self.finish()
         assert self.tokens[name] == alone(request("alone", prompt), LIMITS)
         number = self.names.index(name)
@@ -120,6 +123,17 @@ def test_an_evicted_prompt_is_found_and_other_salts_and_engines_find_nothing(mak
     side.written()
     assert make(identity="another checkpoint").run("d", PROMPT, "tenant:salt") == 0
     assert make().run("e", PROMPT, "tenant:salt") == 48
+
+
+def test_an_adapter_is_known_by_what_its_files_hold(make, tmp_path):
+    side = make(adapters={1: "a digest"})
+    side.run("unknown", PROMPT[::-1], adapter=2)
+    side.written()
+    assert not files_in(tmp_path)
+    side.run("a", PROMPT, adapter=1)
+    side.written()
+    side = make(adapters={1: "another", 5: "a digest"})
+    assert [side.run(f"adapter {number}", PROMPT, adapter=number) for number in (0, 1, 5)] == [0, 0, 48]
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "swapped", "empty", "link", "gone", "grown"])

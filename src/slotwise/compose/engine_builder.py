@@ -399,7 +399,8 @@ def stored(
                           config.kv_disk_max_age)
     except OSError as error:
         raise ConfigError(f"kv_disk {config.kv_disk}: {described(error)}") from error
-    return DiskLink(store, blocks, scheduler, identity, roam)
+    adapters = decoder.adapters
+    return DiskLink(store, blocks, scheduler, identity, roam, adapters.digest if adapters is not None else lambda _: "")
 
 
 CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/cpu/products/packing.py",

@@ -324,9 +324,10 @@ class ContentKeys:
     def __init__(self, identity: str) -> None:
         self._identity = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
 
-    def root(self, salt: str) -> bytes:
-        """The key before the first block of prompts with a salt."""
-        return hashlib.blake2b(self._identity + salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
+    def root(self, salt: str, adapter: str = "") -> bytes:
+        """The key before the first block of prompts with a salt and an adapter, by its digest."""
+        return hashlib.blake2b(
+            self._identity + repr((adapter, salt)).encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
 
     @staticmethod
     def after(before: bytes, tokens: Sequence[int]) -> bytes:
@@ -374,11 +375,13 @@ class DiskLink(KVLink):
     Args:
         identity: all that determines a block's bytes except salt and tokens.
         place: called by each thread that copies blocks, before it begins.
+        digest_of: returns a digest of what an adapter's files hold, by its number; "": it is not known.
     """
 
     def __init__(self, store: DiskStore, blocks: Blocks, scheduler: Scheduler, identity: str,
-                 place: Callable[[], None] = lambda: None) -> None:
+                 place: Callable[[], None] = lambda: None, digest_of: Callable[[int], str] = lambda number: "") -> None:
         self._store, self._blocks, self._scheduler, self._place = store, blocks, scheduler, place
+        self._digest_of = digest_of
         self._keys = ContentKeys(identity)
         self._prefix = scheduler.kv.prefix
         self._new: list[Entry] = []
@@ -408,14 +411,12 @@ class DiskLink(KVLink):
 
     def offer(self, request: Request) -> None:
         """A new request: look up which of its blocks are on disk."""
-        namespace = Namespace.of(request.block_hashes.salt)
         num_full = (len(request.tokens) - 1) // self._scheduler.limits.block_size
-        if namespace.adapter or request.kv is not None or request.computes_whole_prompt or not num_full or not len(
-                self._store):
+        if request.kv is not None or request.computes_whole_prompt or not num_full or not len(self._store):
             return
         in_memory = self._prefix.chain(request.block_hashes, request.tokens, len(request.tokens) - 1)
         keys, first = [*map(self._key_of, in_memory)], len(in_memory)
-        key = keys[-1] if keys else self._keys.root(namespace.salt)
+        key = keys[-1] if keys else self._root(request.block_hashes.salt)
         if not key:
             return
         for tokens in self._prefix.tokens_of(request.block_hashes, request.tokens, num_full)[first:]:
@@ -510,13 +511,12 @@ class DiskLink(KVLink):
     def _queue_new(self) -> None:
         for entry in self._new:
             key = self._key_of(entry)
-            namespace = Namespace.of(entry.salt)
-            if not key or namespace.adapter or entry.salt in self._dead or self._store.has(key):
+            if not key or entry.salt in self._dead or self._store.has(key):
                 continue
             if len(self._pending) >= MAX_PENDING:
                 self._num_dropped += 1
                 continue
-            pending = _Pending(entry.cached[0], key, owner_of(namespace.salt))
+            pending = _Pending(entry.cached[0], key, owner_of(Namespace.of(entry.salt).salt))
             self._pending.append(pending)
             self._to_write.put(pending)
         self._new.clear()
@@ -533,9 +533,15 @@ class DiskLink(KVLink):
             if one.tokens:
                 key = self._keys.after(key, one.tokens) if key else b""
             elif one.position == 0 and one.parent is None:  # the root of its salt
-                key = self._keys.root(Namespace.of(one.salt).salt)
+                key = self._root(one.salt)
             one.content_key = key
         return key
+
+    def _root(self, text: str) -> bytes:
+        """The content key before the first block of a namespace; b"": its adapter is not known."""
+        _, adapter, salt = Namespace.of(text)
+        digest = self._digest_of(adapter) if adapter else ""
+        return b"" if adapter and not digest else self._keys.root(salt, digest)
 
     def begin(self, transfers: KVTransfers) -> None:
         """Read the blocks of requests that have got theirs."""

@@ -253,7 +253,7 @@ async def _document(door: Door, root_path: str) -> bytes:
 OF_ONE = (("GET", "/replica"), ("GET", "/experts"), ("GET", "/cache/report"), ("POST", "/what_if"),
           ("POST", "/v1/load_model"))
 OF_EACH = (("GET", "/admin/scheduling"), ("PUT", "/admin/scheduling"), ("POST", "/sleep"), ("POST", "/wake_up"),
-           ("GET", "/is_sleeping"))
+           ("GET", "/is_sleeping"), ("POST", "/reset_prefix_cache"))
 OF_ONE_OR_EACH = frozenset((*OF_ONE, *OF_EACH, ("GET", "/events"), ("GET", "/timeline")))
 REPLICA_ROUTES = (
     *[(method, path, of_one) for method, path in OF_ONE], *[(method, path, of_each) for method, path in OF_EACH],

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import AddedProduct, Kernels, LowRank, LowRankPart, PackedFactors
-from slotwise.compute.model.checkpoint import ADAPTER
+from slotwise.compute.model.checkpoint import ADAPTER, content_digest
 from slotwise.compute.model.fields import Fields, read_json
 from slotwise.compute.model.names import canonical
 from slotwise.compute.model.stored_tensors import WHOLE, Cuts, TableEntry, damaged, read_table
@@ -232,7 +232,7 @@ class LoraWeights:
         self._elsewhere = elsewhere
         self.num_places = num_places
         self._loading = threading.Lock()  # one adapter is loaded at a time
-        self._loaded: set[int] = set()  # numbers
+        self._loaded: dict[int, str] = {}  # digests of their files, by number
         # The factors of each product, of adapters without a place.
         self._unplaced: dict[int, list[PackedFactors | None]] = {}
         self._places: dict[int, int] = {}  # by number
@@ -295,11 +295,15 @@ class LoraWeights:
                 self._unplaced[number] = self._packed(folder)
             except MemoryError as error:
                 raise CheckpointError(f"{folder} does not fit memory") from error
-            self._loaded.add(number)
+            self._loaded[number] = content_digest(folder)
+
+    def digest(self, number: int) -> str:
+        """Returns a digest of all that the files of a loaded adapter hold; "" for any other."""
+        return self._loaded.get(number, "")
 
     def unload(self, number: int) -> None:
         """Forget an adapter that no unfinished request uses."""
-        self._loaded.remove(number)
+        del self._loaded[number]
         self._unplaced.pop(number, None)
         if (place := self._places.pop(number, None)) is not None:
             for added in self._added:

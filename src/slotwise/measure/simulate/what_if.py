@@ -65,8 +65,8 @@ def what_if(
         raise ValueError("a what-if changes no tiers: leave them out")
     setup, recording = read_recording(entries)
     if recording.receives:
-        raise ValueError("prompts of this log came from other engines or from disk: a replay does not know when they "
-                         "arrive")
+        raise ValueError("prompts of this log were computed by other engines, or read from disk: a replay does not "
+                         "know when they arrive")
     if not recording.num_refused:  # by bounds that a log does not name, the server accepted all of them
         setup = replace(setup, max_queued=(ANY_NUMBER, ANY_NUMBER))
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)

@@ -13,7 +13,7 @@ import pytest
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
-from slotwise.core.scheduler_limits import EVICTION_POLICIES, HINTED, LRU, PREDICTED, SchedulerLimits
+from slotwise.core.scheduler_limits import EVICTION_POLICIES, HINTED, LRU, PREDICTED, SLOTS, SchedulerLimits
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
@@ -161,6 +161,10 @@ def test_a_what_if_of_a_servers_ring_says_what_retention_would_save():
     assert "s of prompt computation saved: 2,560 of" in answer["prompts_text"]
     with pytest.raises(ValueError, match="the eviction policy lru obeys no retention"):
         what_if(kept.entries, {"eviction_policy": LRU}, LatencyLimits(), retain={"*": 60.0})
+
+
+def test_a_cache_of_more_blocks_than_there_can_be_slots_may_be_asked_about():
+    assert setup_of(SLOTS + 1).changed({"eviction_policy": HINTED}).limits.eviction_policy == HINTED
 
 
 def test_a_replay_of_a_servers_ring_finds_the_outputs_that_prompts_repeat():

@@ -33,7 +33,7 @@ from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import ReceivedBlocks, RowKind, StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
-from slotwise.core.scheduler_limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SLOTS, SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step_time import Learned, StepTimeModel
@@ -96,8 +96,8 @@ class Setup:
         Raises:
             ValueError: one line says why they cannot be.
         """
-        scheduling = self.scheduling.changed(changes, replace(self.limits, max_num_seqs=self.limits.num_blocks,
-                                                              max_num_batched_tokens=1 << 24))
+        scheduling = self.scheduling.changed(changes, replace(
+            self.limits, max_num_seqs=min(self.limits.num_blocks, SLOTS), max_num_batched_tokens=1 << 24))
         return self.under(scheduling)
 
     def under(self, scheduling: Scheduling) -> Setup:

@@ -52,7 +52,7 @@ def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num
     free = max(bound, SHARE * decode)
     many = max(0.0, num_newcomers - FEW * rows)
     best = decode + math.sqrt(decode**2 + EVEN * bound * decode * many / (2 * rows))
-    seconds = min(MOST * free, max(free, best))
+    seconds = max(free, min(MOST * bound, best))
     return StallLimit(free, seconds, max(seconds, WHOLE * free))
 
 

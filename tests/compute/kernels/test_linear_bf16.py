@@ -12,6 +12,7 @@ from support.paged import distance
 
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.products import linear_bf16, tiles
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN
 
 SOFTWARE = "software tiles"
 each_path = pytest.mark.parametrize("path", [product_paths.param("bf16"), product_paths.param("amx"), SOFTWARE])
@@ -44,7 +45,7 @@ def test_a_gated_product(path, tokens, depth, size, with_bias, threads):
     weight, x = numbers(2 * size, depth) * 0.1, numbers(tokens, depth)
     bias = numbers(2 * size) if with_bias else None
     gate, up = exact(x, weight, bias).chunk(2, dim=1)
-    actual = linear_bf16.bf16_linear(weight, bias, KernelLauncher(threads), is_gated=True, path=path)(x)
+    actual = linear_bf16.bf16_linear(weight, bias, KernelLauncher(threads), GATED, path=path)(x)
     off = (actual.double() - torch.nn.functional.silu(gate) * up).abs()
     assert off.max() < CLOSE * gate.abs().max() * up.abs().max()
 
@@ -62,7 +63,7 @@ def test_sums_add_nothing_to_the_error_of_rounding_the_result(path):
 @pytest.mark.parametrize(("depth", "is_gated"), [(576, False), (577, False), (96, True)])
 def test_a_row_has_the_same_bits_alone_in_any_company_and_in_a_chunk_of_any_size(depth, is_gated, path):
     product = linear_bf16.bf16_linear(
-        numbers(100, depth), numbers(100), KernelLauncher(2), is_gated=is_gated, path=path)
+        numbers(100, depth), numbers(100), KernelLauncher(2), GATED if is_gated else PLAIN, path=path)
     x = numbers(200, depth)
     alone = torch.cat([product(row[None]) for row in x])
     for rows in range(1, 201):

@@ -11,6 +11,7 @@ from support.paged import distance
 
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.products import linear_fp16
+from slotwise.compute.kernels.cpu.products.gemm import GATED
 
 pytestmark = pytest.mark.skipif(not linear_fp16.has_fp16_gemm(), reason="wants a processor with AVX-512 FP16")
 
@@ -43,7 +44,7 @@ def test_a_gated_product(tokens, chains, size, with_bias, threads):
     weight, x = numbers(2 * size, depth) * 0.1, numbers(tokens, depth)
     bias = numbers(2 * size) if with_bias else None
     gate, up = exact(x, weight, bias).chunk(2, dim=1)
-    actual = linear_fp16.fp16_linear(weight, bias, KernelLauncher(threads), is_gated=True)(x)
+    actual = linear_fp16.fp16_linear(weight, bias, KernelLauncher(threads), GATED)(x)
     off = (actual.double() - torch.nn.functional.silu(gate) * up).abs()
     assert off.max() < CLOSE * gate.abs().max() * up.abs().max()
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.products import linear_bf16, linear_fp8
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN, WIDE
 from slotwise.compute.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
 
 needs_bf16 = pytest.mark.skipif(not linear_bf16.has_bf16_gemm(), reason="no AVX-512 BF16")
@@ -24,19 +25,19 @@ def fp8(outputs: int, depth: int, group: int) -> QuantizedMatrix:
                            lambda first, end: Rows(codes[first:end], Factors(scales[first:end])))
 
 
-def both(matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool, path: str = "bf16") -> tuple:
+def both(matrix: QuantizedMatrix, bias: Tensor | None, form: int, path: str = "bf16") -> tuple:
     launcher = KernelLauncher(2)
-    return (linear_fp8.fp8_linear(matrix, bias, launcher, is_gated=is_gated, path=path),
-            linear_bf16.bf16_linear(matrix.dequantized().bfloat16(), bias, launcher, is_gated=is_gated, path=path))
+    return (linear_fp8.fp8_linear(matrix, bias, launcher, form, path=path),
+            linear_bf16.bf16_linear(matrix.dequantized().bfloat16(), bias, launcher, form, path=path))
 
 
 @needs_bf16
 @pytest.mark.parametrize(("outputs", "depth", "group"), [
     (64, 128, 128), (100, 256, 128), (96, 200, 128), (256, 512, 0), (40, 130, 0), (2, 16, 0)])
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_products_are_those_of_bfloat16(outputs: int, depth: int, group: int, is_gated: bool) -> None:
+@pytest.mark.parametrize("form", [PLAIN, GATED, WIDE])
+def test_products_are_those_of_bfloat16(outputs: int, depth: int, group: int, form: int) -> None:
     for bias in (None, torch.randn(outputs).bfloat16()):
-        found, expected = both(fp8(outputs, depth, group), bias, is_gated=is_gated)
+        found, expected = both(fp8(outputs, depth, group), bias, form)
         for tokens in (1, 5, 14, 15, 40, 300):
             x = torch.randn(tokens, depth).bfloat16()
             assert torch.equal(found(x), expected(x))

@@ -151,3 +151,16 @@ def output(script: str, **bounds: str) -> str:
     run = subprocess.run([sys.executable, "-c", script], env=environment | bounds, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+@product_paths.each(paths.ALL)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_logits_are_float32_and_hidden_states_bfloat16(path: str, rows: int) -> None:
+    """Rounded, they are what a product gives: the last panel is not whole, and its results pass through memory."""
+    draw = torch.Generator().manual_seed(rows)
+    weight, bias, x = (torch.randn(*size, generator=draw).bfloat16() for size in ((100, 96), (100,), (rows, 96)))
+    kernels = CpuKernels(2, "int8" if path in paths.QUANTIZED else "none", path=path)
+    logits = kernels.head(weight, bias)(x)
+    assert logits.dtype == kernels.logits_kind(BFLOAT16) == torch.float32
+    assert torch.equal(logits.bfloat16(), kernels.linear(weight, bias)(x))
+    assert path == "onednn" or not torch.equal(logits, logits.bfloat16().float())

@@ -73,7 +73,8 @@ class CheckedKernels:
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.head, "head", weight, bias, weight.shape[0])
+        return self._product(
+            self._kernels.head, "head", weight, bias, weight.shape[0], self._kernels.logits_kind)
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """A lookup that checks its argument."""
@@ -110,9 +111,13 @@ class CheckedKernels:
         return checked
 
     def _product(
-        self, pack: Callable[[Weight, Tensor | None], Linear], name: str, weight: Weight, bias: Tensor | None, made: int
+        self, pack: Callable[[Weight, Tensor | None], Linear], name: str, weight: Weight, bias: Tensor | None,
+        made: int, kind_made: Callable[[torch.dtype], torch.dtype] = lambda kind: kind,
     ) -> Linear:
-        """A product that checks its argument; `made` is the number of numbers per token in the result."""
+        """A product that checks its argument.
+
+        `made` is the number of numbers per token in the result, `kind_made` their type by that of the argument.
+        """
         outputs, depth = weight.shape
         kinds = (weight.dtype,) if isinstance(weight, Tensor) else self._kernels.kinds
         if isinstance(weight, Tensor):
@@ -123,7 +128,7 @@ class CheckedKernels:
 
         def checked(x: Tensor) -> Tensor:
             self._check(f"{name} of {outputs} x {depth}: x", x, (len(x), depth), kinds)
-            return self._check(f"{name}: result", product(x), (len(x), made), (x.dtype,))
+            return self._check(f"{name}: result", product(x), (len(x), made), (kind_made(x.dtype),))
 
         return checked
 

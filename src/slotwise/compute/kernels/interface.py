@@ -823,7 +823,11 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         ...
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Pack `weight [vocab, hidden]` for logits."""
+        """Pack `weight [vocab, hidden]` for logits of the type `logits_kind`."""
+        ...
+
+    def logits_kind(self, kind: dtype) -> dtype:
+        """The type of logits in a model that computes in `kind`."""
         ...
 
     def experts(

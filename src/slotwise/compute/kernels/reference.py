@@ -387,6 +387,10 @@ class ReferenceKernels:
         """Adapter by adapter."""
         return ReferenceAdapters(num_places)
 
+    def logits_kind(self, kind: torch.dtype) -> torch.dtype:
+        """That of the hidden states."""
+        return kind
+
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product like any other."""
         return self.linear(weight, bias)

@@ -92,8 +92,8 @@ class DecoderSizes:
         mlp = config.mlp_width
         hidden = network.live_states * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
-        logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
-        return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
+        logits = (2 if config.logit_soft_cap else 1) * self.kernels.logits_kind(config.dtype).itemsize
+        return num_tokens * a_token + num_samples * config.vocab_size * (logits + FLOAT32)
 
 
 class Decoder(DecoderSizes):
@@ -196,14 +196,15 @@ class Decoder(DecoderSizes):
         return self.group.pipe.receive(len(batch.token_ids), self.config.hidden_size, self.config.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone.
+        """`[samples, hidden] -> [samples, vocab]`, of the kernels' `logits_kind`; on the first stage alone.
 
         Without a head zeros: requests that sample are refused, and the steps of the warm-up compare nothing.
         """
         assert self._network.ends is not None
         head = self._network.ends.head
         if head is None or not len(hidden):
-            return hidden.new_zeros(len(hidden), self.config.vocab_size)
+            kind = self.kernels.logits_kind(self.config.dtype)
+            return hidden.new_zeros(len(hidden), self.config.vocab_size, dtype=kind)
         return head(hidden)
 
 

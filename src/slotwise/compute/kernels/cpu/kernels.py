@@ -110,8 +110,9 @@ class CpuKernels:
         of_the_cache = [attend, ROTARY_STORE[kind, stored]]
         multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
         of_logits = [
-            sampling_filters.DRAW, sampling_filters.LOG_PROBABILITIES, sampling_filters.GREEDY[kind],
-            sampling_filters.MASKED_GREEDY[kind], sampling_filters.MASK, sampling_filters.WIDEN[kind]]
+            sampling_filters.DRAW, sampling_filters.LOG_PROBABILITIES, sampling_filters.GREEDY[torch.float32],
+            sampling_filters.MASKED_GREEDY[torch.float32], sampling_filters.MASK,
+            sampling_filters.WIDEN[torch.float32]]
         compile_all([*self.packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
         compile_here(self.packing.kernels_of_blocks(kind))  # workers do not know these by name
@@ -181,8 +182,12 @@ class CpuKernels:
         return in_two_steps(self, weight, bias, activation) if product is None else product
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """`weight [vocab, hidden]`, packed for logits."""
+        """`weight [vocab, hidden]`, packed for logits in float32, whatever the hidden states are."""
         return self.packing.head(weight, bias)
+
+    def logits_kind(self, kind: torch.dtype) -> torch.dtype:
+        """float32: in bfloat16 logits of 16 and more would be multiples of an eighth, and often equal."""
+        return torch.float32
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows from the panels that a head of the same table reads."""

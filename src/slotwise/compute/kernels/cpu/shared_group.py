@@ -199,8 +199,9 @@ class SharedGroup:
         self._bounds: dict[tuple[int, ...], tuple[object, int]] = {}
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Compile the kernels for one type."""
-        compile_all([ADD_UP[kind], COLLECT[kind], OFFER[kind], MEET])
+        """Compile the kernels for one type, and for logits."""
+        logits = torch.float32
+        compile_all(list(dict.fromkeys([ADD_UP[kind], OFFER[kind], OFFER[logits], COLLECT[logits], MEET])))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()

@@ -173,17 +173,19 @@ def finish_row(
         write(builder, result, behind(builder, target, v * kind.bitwidth * 2), align=2)
 
 
-class OfKind(Protocol):
-    def __call__(self, *, is_gated: bool) -> None: ...
+PLAIN, GATED, WIDE = range(3)
+"""Forms of results: sums as the activations' type, gates times what they gate, and sums as float32 (logits)."""
 
 
-def for_either_kind(builder: ir.IRBuilder, is_gated: ir.Value, emit: OfKind) -> None:
-    """`emit` for a panel of gates and for any other, of which one is executed."""
-    with builder.if_else(builder.icmp_signed("!=", is_gated, number(0))) as (gated, plain):
-        with gated:
-            emit(is_gated=True)
-        with plain:
-            emit(is_gated=False)
+class OfForm(Protocol):
+    def __call__(self, kind: ElementType, *, is_gated: bool) -> None: ...
+
+
+def for_each_form(builder: ir.IRBuilder, form: ir.Value, kind: ElementType, emit: OfForm) -> None:
+    """`emit` for each form of results, of which one is executed; `kind` is the type of the activations."""
+    forms = [PLAIN, GATED] if kind == types.float32 else [PLAIN, GATED, WIDE]
+    switch(builder, form, forms, lambda each: emit(
+        types.float32 if each == WIDE else kind, is_gated=each == GATED))
 
 
 # Columns of A that lie side by side.

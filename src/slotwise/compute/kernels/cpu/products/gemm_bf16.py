@@ -19,6 +19,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
+from slotwise.compute.kernels.cpu.jit.compiler import ElementType
 from slotwise.compute.kernels.cpu.jit.llvm import (
     BRAIN,
     WORD,
@@ -31,7 +32,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     spread,
     switch,
 )
-from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_each_form, no_sums, read_floats
 
 # Inputs of a row that lie together: a cache line.
 STRIP = 32
@@ -52,6 +53,7 @@ class Bf16Panel(NamedTuple):
     Args:
         strip_bytes: of the activations, from strip to strip.
         stride: bytes from a row of results to the next.
+        form: of results, as in `gemm.py`.
         asked, step: what to prefetch, and bytes of it with each pair of inputs, at most LINE_BYTES.
         scratch: memory of the thread.
     """
@@ -63,7 +65,7 @@ class Bf16Panel(NamedTuple):
     target: ir.Value
     stride: ir.Value
     bias: ir.Value
-    is_gated: ir.Value
+    form: ir.Value
     asked: ir.Value
     step: ir.Value
     scratch: ir.Value
@@ -102,17 +104,17 @@ def _add_all(builder: ir.IRBuilder, rows: int, panel: Bf16Panel) -> list[ir.Valu
 def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value]) -> None:
     bias = read_floats(builder, panel.bias, 2)
 
-    def of_kind(*, is_gated: bool) -> None:
+    def of_form(kind: ElementType, *, is_gated: bool) -> None:
         target = panel.target
         for row in range(len(sums) // 2):
             results = added(builder, sums[2 * row : 2 * row + 2], bias)
-            finish_row(builder, results, target, types.uint16, is_gated=is_gated)
+            finish_row(builder, results, target, kind, is_gated=is_gated)
             target = builder.add(target, panel.stride)
 
-    for_either_kind(builder, panel.is_gated, of_kind)
+    for_each_form(builder, panel.form, types.uint16, of_form)
 
 
 def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
-    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
+    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of results."""
     switch(builder, height, range(1, TALLEST + 1),
            lambda rows: _finish(builder, panel, _add_all(builder, rows, panel)))

@@ -127,7 +127,7 @@ class _TiledProduct:
                 tiles.store(2 * row + half, behind(builder, memory, offset), SUMS_ROW_BYTES)
 
     def _finish(self, height: ir.Value, kind: ElementType) -> None:
-        """Store the rows of sums plus bias, or of gates times up projection, as `kind`."""
+        """Store the rows of sums plus bias, or of gates times up projection; `kind` is that of the activations."""
         builder, panel = self._builder, self._panel
         rows = Loop(builder, height, 1, [behind(builder, self._memory, SUMS), panel.target])
         place, target = rows.values

@@ -39,7 +39,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
 from slotwise.compute.kernels.cpu.processor import AVX2, AVX512
 from slotwise.compute.kernels.cpu.products import block_layout
 from slotwise.compute.kernels.cpu.products.block_layout import COLUMNS, PLANES, STEP, BlockLayout
-from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_either_kind, read_floats
+from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_each_form, read_floats
 from slotwise.compute.kernels.cpu.products.quantize import FACTS
 from slotwise.compute.kernels.cpu.simd import add_fours, pick
 
@@ -60,6 +60,7 @@ class BlockPanel(NamedTuple):
     Args:
         table: 16 bytes.
         facts: of the rows.
+        form: of results, as in `gemm.py`.
         asked, step: what to prefetch, and bytes of it with each two quads.
     """
 
@@ -72,7 +73,7 @@ class BlockPanel(NamedTuple):
     target: ir.Value
     stride: ir.Value
     bias: ir.Value
-    is_gated: ir.Value
+    form: ir.Value
     asked: ir.Value
     step: ir.Value
 
@@ -218,16 +219,16 @@ def prefetch_step(builder: ir.IRBuilder, layout: BlockLayout, panel: BlockPanel,
 
 
 def finish(builder: ir.IRBuilder, sums: Sequence[ir.Value], panel: BlockPanel, kind: ElementType) -> None:
-    """Store rows of two vectors each plus bias, or of a panel of gates and what they gate, as `kind`."""
+    """Store rows of two vectors each plus bias, in the panel's form; `kind` is that of the activations."""
     bias = read_floats(builder, panel.bias, VECTORS)
 
-    def of_kind(*, is_gated: bool) -> None:
+    def of_form(kind: ElementType, *, is_gated: bool) -> None:
         for row in range(len(sums) // VECTORS):
             target = builder.add(panel.target, builder.mul(panel.stride, number(row)))
             of_row = sums[VECTORS * row : VECTORS * (row + 1)]
             finish_row(builder, added(builder, of_row, bias), target, kind, is_gated=is_gated)
 
-    for_either_kind(builder, panel.is_gated, of_kind)
+    for_each_form(builder, panel.form, kind, of_form)
 
 
 def _of_halves(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -314,8 +315,8 @@ def _block_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -
 block_gemm: Callable[..., None] = intrinsic(_block_gemm, *[INT] * 13, KIND, KIND, KIND)
 """`block_gemm(height, *panel, layout, path, kind)`: the weights of a `BlockPanel` times `height` rows, plus bias.
 
-`height` is one of `HEIGHTS`, and results are of `kind`.  Meanwhile memory from `asked` on is prefetched, `step` bytes
-with each two quads of depth.  Rows at `target` lie
-`stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A unit has `unit_rows` rows of
+`height` is one of `HEIGHTS`, and activations are of `kind`.  Meanwhile memory from `asked` on is prefetched, `step`
+bytes with each two quads of depth.  Rows at `target` lie
+`stride` bytes apart; they have 32 numbers, or 16 where the panel has gates.  A unit has `unit_rows` rows of
 activations in all.  `path` is one of `PATHS` of `linear_blocks.py`.
 """

@@ -17,6 +17,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from slotwise.compute.kernels.cpu.jit.compiler import ElementType
 from slotwise.compute.kernels.cpu.jit.llvm import (
     HALF,
     SINGLE,
@@ -32,7 +33,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     switch,
     write,
 )
-from slotwise.compute.kernels.cpu.products.gemm import FLOATS, finish_row, for_either_kind, read_floats
+from slotwise.compute.kernels.cpu.products.gemm import FLOATS, finish_row, for_each_form, read_floats
 
 # Products that are added in registers, and chains whose sums are added in fp16.
 CHAIN = 32
@@ -109,14 +110,15 @@ def emit_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> 
     switch(builder, height, range(1, TALLEST + 1), of_height)
 
 
-def emit_finish(builder: ir.IRBuilder, is_gated: ir.Value, *rows: ir.Value) -> None:
-    """Store rows of scaled sums plus bias, or of gates times up projection, as bfloat16."""
-    for_either_kind(builder, is_gated, lambda *, is_gated: _finish(builder, *rows, is_gated=is_gated))
+def emit_finish(builder: ir.IRBuilder, form: ir.Value, *rows: ir.Value) -> None:
+    """Store rows of scaled sums plus bias, in a form of `gemm.py`."""
+    for_each_form(builder, form, types.uint16, lambda kind, *, is_gated: _finish(
+        builder, *rows, kind=kind, is_gated=is_gated))
 
 
 def _finish(
     builder: ir.IRBuilder, sums: ir.Value, rows: ir.Value, scales: ir.Value, of_outputs: ir.Value, target: ir.Value,
-    stride: ir.Value, *, is_gated: bool,
+    stride: ir.Value, *, kind: ElementType, is_gated: bool,
 ) -> None:
     vectors = PANEL * 4 // 64
     of_weights, bias = (read_floats(builder, behind(builder, of_outputs, start), vectors) for start in (0, ROOM_BYTES))
@@ -125,5 +127,5 @@ def _finish(
     factor = spread(builder, read(builder, scale, SINGLE, 2), FLOATS)
     own = [builder.fmul(each, factor) for each in read_floats(builder, row, vectors)]
     results = [fma(builder, *one) for one in zip(own, of_weights, bias, strict=True)]
-    finish_row(builder, results, place, types.uint16, is_gated=is_gated)
+    finish_row(builder, results, place, kind, is_gated=is_gated)
     turns.close([behind(builder, row, PANEL * 4), behind(builder, scale, 4), builder.add(place, stride)])

@@ -15,8 +15,9 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from slotwise.compute.kernels.cpu.jit.compiler import ElementType
 from slotwise.compute.kernels.cpu.jit.llvm import LINE, WORD, Loop, behind, fma, number, prefetch, read, spread, write
-from slotwise.compute.kernels.cpu.products.gemm import added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.compute.kernels.cpu.products.gemm import added, finish_row, for_each_form, no_sums, read_floats
 from slotwise.compute.kernels.cpu.products.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Bf16Panel
 from slotwise.compute.kernels.cpu.products.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, WORDS, Tiles, halves
 
@@ -90,14 +91,14 @@ def _add_row(builder: ir.IRBuilder, tiles: Tiles, panel: Bf16Panel) -> None:
 
 
 def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
-    """Store the rows of sums plus bias, or of gates times up projection, as bfloat16."""
+    """Store the rows of sums plus bias, or of gates times up projection."""
     bias = read_floats(builder, panel.bias, 2)
 
-    def of_kind(*, is_gated: bool) -> None:
+    def of_form(kind: ElementType, *, is_gated: bool) -> None:
         rows = Loop(builder, height, 1, [behind(builder, panel.scratch, MEMORY_BYTES), panel.target])
         place, target = rows.values
         results = added(builder, read_floats(builder, place, 2), bias)
-        finish_row(builder, results, target, types.uint16, is_gated=is_gated)
+        finish_row(builder, results, target, kind, is_gated=is_gated)
         rows.close([behind(builder, place, SUMS_ROW_BYTES), builder.add(target, panel.stride)])
 
-    for_either_kind(builder, panel.is_gated, of_kind)
+    for_each_form(builder, panel.form, types.uint16, of_form)

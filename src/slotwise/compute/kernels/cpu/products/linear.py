@@ -39,7 +39,15 @@ from slotwise.compute.kernels.cpu.cache import stored_order
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.compute.kernels.cpu.processor import PAIR
-from slotwise.compute.kernels.cpu.products.gemm import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
+from slotwise.compute.kernels.cpu.products.gemm import (
+    GATED,
+    MULTIPLY,
+    PLAIN,
+    STRIP,
+    STRIP_ROW_BYTES,
+    WIDE,
+    call_multiply,
+)
 from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -67,8 +75,8 @@ AHEAD = 4096
 BLOCK_FLOATS = 1 << 16
 
 # Arguments of every product, in words after the header; only products in float32 have MULTIPLY_ADDRESS.
-(X, WEIGHT, BIAS, ORDER, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS, BLOCKS,
- SOURCES, MULTIPLY_ADDRESS) = range(HEADER, HEADER + 16)
+(X, WEIGHT, BIAS, ORDER, OUT, TOKENS, DEPTH, OUTPUTS, STORED, FORM, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS, BLOCKS,
+ SOURCES, MULTIPLY_ADDRESS) = range(HEADER, HEADER + 17)
 # The arguments that a table names for each block.
 OF_WEIGHTS = slice(WEIGHT - X, OUT - X)
 
@@ -141,6 +149,23 @@ def panel_after(words: int, item: int, after: int, panels: int, panel_bytes: int
     return place
 
 
+@kernel
+def result_bytes(form: int, kind: Real) -> int:
+    """Bytes of a result of products whose activations are of `kind`."""
+    return 4 if form == WIDE else bytes_of(kind)
+
+
+@kernel
+def copy_results(source: int, target: int, count: int, form: int, kind: Real) -> None:
+    """Copy `count` results of products whose activations are of `kind`."""
+    if form == WIDE:
+        for i in range(count):
+            store(target, i, load(source, i, FLOAT32), FLOAT32)
+    else:
+        for i in range(count):
+            store(target, i, load(source, i, kind), kind)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
     """Weights in panels, and how their kernel runs.
@@ -150,6 +175,7 @@ class PackedWeights:
         block_rows: rows prepared at once, for a number of tokens.
         floats: of scratch memory per thread.
         multiply: the kernel that `code` calls.
+        form: of results, as in `gemm.py`.
     """
 
     code: CompiledKernel
@@ -161,6 +187,7 @@ class PackedWeights:
     block_rows: Callable[[int], int]
     floats: int
     multiply: CompiledKernel | None = None
+    form: int = PLAIN
 
     def product(self, launcher: KernelLauncher) -> Linear:
         """The product with these weights."""
@@ -182,8 +209,9 @@ class PackedWeights:
         bias, multiply = self.bias, self.multiply
         return (
             x, self.panels.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, out, tokens, self.depth,
-            self.outputs, self.stored, self.block_rows(tokens), launcher.scratch(launcher.threads * self.floats),
-            self.floats * 4, launcher.threads, *tables, 0 if multiply is None else multiply.address)
+            self.outputs, self.stored, self.form, self.block_rows(tokens),
+            launcher.scratch(launcher.threads * self.floats), self.floats * 4, launcher.threads, *tables,
+            0 if multiply is None else multiply.address)
 
 
 class PackedPart(Protocol):
@@ -227,7 +255,7 @@ class PackedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         packed, launcher, x = self.packed, self.launcher, x.contiguous()
-        out = launcher.empty((*x.shape[:-1], packed.stored), x.dtype)
+        out = launcher.empty((*x.shape[:-1], packed.stored), torch.float32 if packed.form == WIDE else x.dtype)
         launcher.give(*packed.arguments(launcher, x.data_ptr(), out.data_ptr(), x.numel() // packed.depth))
         launcher.together(packed.code)
         return out
@@ -267,9 +295,13 @@ def _store_tile(words: int, sums: int, first: int, rows: int, panel: int, bias: 
         if bias != 0:
             for i in range(columns):
                 store(source, i, load(source, i, FLOAT32) + load(bias, column + i, kind), FLOAT32)
-        target = load(words, OUT, INT64) + ((first + row) * outputs + column) * bytes_of(kind)
-        for i in range(columns):
-            store(target, i, load(source, i, FLOAT32), kind)
+        target = (first + row) * outputs + column
+        if load(words, FORM, INT64) == WIDE:
+            for i in range(columns):
+                store(load(words, OUT, INT64), target + i, load(source, i, FLOAT32), FLOAT32)
+        else:
+            for i in range(columns):
+                store(load(words, OUT, INT64), target + i, load(source, i, FLOAT32), kind)
 
 
 @kernel
@@ -306,13 +338,13 @@ def pack_panels(weight: Tensor) -> Tensor:
     return filled[:, stored_order(PAIR, weight.dtype)].transpose(1, 2).contiguous()
 
 
-def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) -> Linear:
-    """`weight [out, in]` through `gemm.py`."""
+def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, form: int = PLAIN) -> Linear:
+    """`weight [out, in]` through `gemm.py`, with results of a form, PLAIN or WIDE."""
     outputs, depth = weight.shape
     block = max(TILE, BLOCK_FLOATS // depth // TILE * TILE)
     packed = PackedWeights(
         PRODUCT[weight.dtype], pack_panels(weight), bias, depth, outputs, outputs, lambda tokens: block,
-        TILE * PANEL + block * -(-depth // STRIP) * STRIP, MULTIPLY[weight.dtype])
+        TILE * PANEL + block * -(-depth // STRIP) * STRIP, MULTIPLY[weight.dtype], form)
     return packed.product(launcher)
 
 
@@ -361,6 +393,7 @@ class Tile(NamedTuple):
         block_rows: of the block, filled up.
         x: the block's prepared rows.
         memory: of the thread.
+        form: of results, as in `gemm.py`.
         asked, step: what to prefetch, and how much with each step of the layout.
     """
 
@@ -373,7 +406,7 @@ class Tile(NamedTuple):
     memory: int
     target: int
     stride: int
-    is_gated: int
+    form: int
     asked: int
     step: int
 
@@ -410,13 +443,13 @@ class PanelProduct:
     layout: PanelLayout
 
     def linear(
-        self, panels: Tensor, bias: Tensor | None, shape: tuple[int, int], launcher: KernelLauncher, *, is_gated: bool
+        self, panels: Tensor, bias: Tensor | None, shape: tuple[int, int], launcher: KernelLauncher, form: int
     ) -> Linear:
         """The product with `panels` of a weight of `shape`, outputs and inputs.
 
         Args:
             bias: `[outputs]` of float32 in the order of the panels, or None where panels hold their own.
-            is_gated: half of the outputs are gates, half the up projection.
+            form: of results, as in `gemm.py`; GATED: half of the outputs are gates, half the up projection.
         """
         (outputs, depth), layout = shape, self.layout
         units = -(-depth // layout.unit)
@@ -428,8 +461,8 @@ class PanelProduct:
             return -(-wanted // layout.whole) * layout.whole
 
         packed = PackedWeights(self.code, launcher.weights.copy(panels), bias, depth, outputs,
-                        outputs // 2 if is_gated else outputs, block_rows,
-                        (layout.rows + most * row_bytes + units * layout.widened + 63) // 64 * 16)
+                        outputs // 2 if form == GATED else outputs, block_rows,
+                        (layout.rows + most * row_bytes + units * layout.widened + 63) // 64 * 16, form=form)
         return packed.product(launcher)
 
 
@@ -441,11 +474,11 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
     ) -> None:
         """Multiply one panel with a block of rows, while the panel at `following` is prefetched."""
         first, rows, weights, bias, _ = block
-        stored = load(words, STORED, INT64)
+        stored, form = load(words, STORED, INT64), load(words, FORM, INT64)
         units = (load(words, DEPTH, INT64) + layout.unit - 1) // layout.unit
-        is_gated = stored != load(words, OUTPUTS, INT64)
-        width = layout.columns // 2 if is_gated else layout.columns
-        left, stride = stored - panel * width, stored * bytes_of(kind)
+        width = layout.columns // 2 if form == GATED else layout.columns
+        size = result_bytes(form, kind)
+        left, stride = stored - panel * width, stored * size
         weights += panel * (units * layout.steps * layout.line + layout.behind)
         tiles = (rows + layout.tallest - 1) // layout.tallest
         share = (layout.line + tiles - 1) // tiles
@@ -456,17 +489,16 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
             asked, step = following + turn * share * units * layout.steps, share
             if tiles == 1 or (turn == 0 and is_cold):
                 asked, step = weights + layout.ahead, layout.line
-            place = load(words, OUT, INT64) + (first + row) * stride + panel * width * bytes_of(kind)
+            place = load(words, OUT, INT64) + (first + row) * stride + panel * width * size
             target, target_stride = (
-                (place, stride) if left >= width else (memory + layout.results, width * bytes_of(kind)))
+                (place, stride) if left >= width else (memory + layout.results, width * size))
             multiply(words, Tile(
                 weights, bias + panel * layout.columns * 4, count, row,
-                _filled_up(rows, layout.whole), memory + layout.rows, memory, target, target_stride, is_gated, asked,
+                _filled_up(rows, layout.whole), memory + layout.rows, memory, target, target_stride, form, asked,
                 step))
             if left < width:
                 for i in range(count):
-                    for column in range(left):
-                        store(place + i * stride, column, load(target + i * target_stride, column, kind), kind)
+                    copy_results(target + i * target_stride, place + i * stride, left, form, kind)
             row += count
 
     return multiply_panel

@@ -19,6 +19,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import LONG, read, write
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.processor import has
 from slotwise.compute.kernels.cpu.products import gemm_bf16, gemm_tiles, tiles
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN
 from slotwise.compute.kernels.cpu.products.gemm_bf16 import (
     LINE_BYTES,
     PANEL,
@@ -43,7 +44,7 @@ from slotwise.compute.kernels.interface import Linear
 # Bytes of weights between what is read and what is prefetched, where a panel is read only once.
 AHEAD = 8192
 # Bytes before the packed rows of a thread.
-ROOM_BYTES = gemm_tiles.SCRATCH_BYTES + gemm_tiles.TALLEST * PANEL * 2
+ROOM_BYTES = gemm_tiles.SCRATCH_BYTES + gemm_tiles.TALLEST * PANEL * 4
 # Bytes of rows packed at once: a quarter of the second-level cache of such processors.
 BLOCK_BYTES = 1 << 18
 
@@ -67,9 +68,9 @@ def amx_obstacle() -> str:
 
 
 def gemm_by(path: str) -> Callable[..., None]:
-    """`gemm(height, *panel)`: the weights of a `Bf16Panel` times `height` rows, plus bias, to bfloat16.
+    """`gemm(height, *panel)`: the weights of a `Bf16Panel` times `height` rows, plus bias.
 
-    Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
+    Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel has gates.
     """
     def gemm(builder: ir.IRBuilder, height: ir.Value, *addresses: ir.Value) -> None:
         panel = Bf16Panel._make(addresses)
@@ -124,7 +125,7 @@ def _product(path: str) -> PanelProduct:
     def multiply(words: int, tile: Tile) -> None:
         strips = (load(words, DEPTH, INT64) + STRIP - 1) // STRIP
         gemm(tile.rows, tile.weights, tile.x + tile.first * STRIP_ROW_BYTES, tile.block_rows * STRIP_ROW_BYTES, strips,
-             tile.target, tile.stride, tile.bias, tile.is_gated, tile.asked, tile.step, tile.memory)
+             tile.target, tile.stride, tile.bias, tile.form, tile.asked, tile.step, tile.memory)
 
     name = f"bfloat16_by_{path.replace(' ', '_')}"
     return panel_product(name, Method(pack_block, multiply, *around(path)), layout_of(path), BFLOAT16)
@@ -140,14 +141,14 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def bf16_linear(
-    weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, *, is_gated: bool = False, path: str = "bf16"
+    weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, form: int = PLAIN, *, path: str = "bf16"
 ) -> Linear:
     """`weight [out, in]` of bfloat16, packed for many products by a `path` of `PRODUCT`.
 
     Args:
-        is_gated: `weight [gates, then up projection; in]`; the result is silu(gate) * up.
+        form: of results, as in `gemm.py`; GATED: `weight [gates, then up projection; in]`.
     """
     outputs, depth = weight.shape
-    panels = pack(in_panels(weight, PANEL, is_gated=is_gated))
-    added = in_panels(torch.zeros(outputs) if bias is None else bias.float(), PANEL, is_gated=is_gated)
-    return PRODUCT[path].linear(panels, added, (outputs, depth), launcher, is_gated=is_gated)
+    panels = pack(in_panels(weight, PANEL, is_gated=form == GATED))
+    added = in_panels(torch.zeros(outputs) if bias is None else bias.float(), PANEL, is_gated=form == GATED)
+    return PRODUCT[path].linear(panels, added, (outputs, depth), launcher, form)

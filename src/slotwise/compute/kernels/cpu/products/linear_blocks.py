@@ -43,10 +43,12 @@ from slotwise.compute.kernels.cpu.products.block_layout import (
     levels_of,
     pack,
 )
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN, WIDE
 from slotwise.compute.kernels.cpu.products.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
 from slotwise.compute.kernels.cpu.products.gemm_blocks import HEIGHTS, TALLEST, block_gemm, factors
 from slotwise.compute.kernels.cpu.products.linear import (
     DEPTH,
+    FORM,
     NO_TABLES,
     OUT,
     OUTPUTS,
@@ -57,9 +59,11 @@ from slotwise.compute.kernels.cpu.products.linear import (
     RowBlock,
     Tables,
     block_at,
+    copy_results,
     in_panels,
     num_blocks,
     panel_after,
+    result_bytes,
 )
 from slotwise.compute.kernels.cpu.products.quantize import (
     FACTS,
@@ -153,9 +157,9 @@ def _multiply(
     weight += panel * records * layout.record_bytes
     share = (layout.record_bytes // steps + tiles - 1) // tiles
     asked = weight + AHEAD if tiles == 1 else following + row // tall * share * steps * records
-    is_gated = stored != load(words, OUTPUTS, INT64)
-    width = GATES if is_gated else COLUMNS
-    left, size = stored - panel * width, bytes_of(kind)
+    form = load(words, FORM, INT64)
+    width = GATES if form == GATED else COLUMNS
+    left, size = stored - panel * width, result_bytes(form, kind)
     row_bytes = load(words, STRIDE, INT64) * size
     place = load(words, OUT, INT64) + (first + row) * row_bytes + panel * width * size
     target, stride = (place, row_bytes) if left >= width else (room, width * size)
@@ -165,15 +169,14 @@ def _multiply(
     if is_tiled:
         tile_gemm(
             height, memory, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target,
-            stride, bias, is_gated, asked, share, layout, path, kind)
+            stride, bias, form, asked, share, layout, path, kind)
     else:
         block_gemm(
             height, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target, stride,
-            bias, is_gated, asked, share, layout, path, kind)
+            bias, form, asked, share, layout, path, kind)
     if left < width:
         for i in range(height):
-            for column in range(left):
-                store(place + i * row_bytes, column, load(target + i * stride, column, kind), kind)
+            copy_results(target + i * stride, place + i * row_bytes, left, form, kind)
     return height
 
 
@@ -264,36 +267,40 @@ class PackedBlocks:
         return gemm_block_tiles.TALLEST if self.path in TILED else TALLEST
 
     def arguments(
-        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES, *,
+        is_wide: bool = False,
     ) -> tuple[int, ...]:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
             stride: numbers of a row of the result; 0: as many as this product has.
             tables: of the rows; with a table of blocks `tokens` is 1.
+            is_wide: results are float32, whatever the activations are.
         """
         floats = self.floats
+        form = WIDE if is_wide else GATED if self.stored != self.outputs else PLAIN
         return (
             x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
-            tokens, self.depth, self.outputs, self.stored, rows_of_a_block(tokens, self._most, self.threads),
+            tokens, self.depth, self.outputs, self.stored, form, rows_of_a_block(tokens, self._most, self.threads),
             launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, *tables, stride or self.stored,
             self.table.data_ptr(), self.zero_and_factor, self._tall)
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
         """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""
         launcher.give(*self.arguments(
-            launcher, x.data_ptr(), out.data_ptr() + at * out.itemsize, len(x), out.shape[1]))
+            launcher, x.data_ptr(), out.data_ptr() + at * out.itemsize, len(x), out.shape[1],
+            is_wide=out.dtype != x.dtype))
         launcher.together(self.kernel(x.dtype))
 
 
-def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Linear:
-    """The product with matrices of one depth: their outputs concatenated."""
+def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher, *, is_wide: bool = False) -> Linear:
+    """The product with matrices of one depth: their outputs concatenated, as float32 if it `is_wide`."""
     starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
     depth, width = parts[0].depth, sum(part.stored for part in parts)
 
     def product(x: Tensor) -> Tensor:
         rows = x.contiguous().view(-1, depth)
-        out = launcher.empty((len(rows), width), x.dtype)
+        out = launcher.empty((len(rows), width), torch.float32 if is_wide else x.dtype)
         for part, start in zip(parts, starts, strict=True):
             part.multiply(rows, out, start, launcher)
         return out if x.dim() == rows.dim() else out.view(*x.shape[:-1], width)

@@ -34,6 +34,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.processor import has
 from slotwise.compute.kernels.cpu.products import gemm_fp16
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN
 from slotwise.compute.kernels.cpu.products.gemm_fp16 import (
     CHAIN,
     PAIR_BYTES,
@@ -107,8 +108,8 @@ fp16_gemm: Callable[..., None] = intrinsic(gemm_fp16.emit_gemm, *[INT] * 8)
 bytes (up to two lines) per step of depth."""
 
 finish_rows: Callable[[int, int, int, int, int, int, int], None] = intrinsic(gemm_fp16.emit_finish, *[INT] * 7)
-"""`finish_rows(is_gated, sums, rows, scales, of_outputs, target, stride)`: store rows of scaled sums plus bias, or of
-gates times up projection, as bfloat16.
+"""`finish_rows(form, sums, rows, scales, of_outputs, target, stride)`: store rows of scaled sums plus bias, in
+a form of `gemm.py`.
 
 `scales` has a float32 per row.  At `of_outputs` lie the panel's scales, then its bias.  `stride` is in bytes.
 """
@@ -145,13 +146,13 @@ def _multiply(words: int, tile: Tile) -> None:
     fill(sums, TILE_BYTES // 4, ZERO)
     fp16_gemm(tile.rows, tile.x + tile.first * STRIP_ROW_BYTES, tile.block_rows * STRIP_ROW_BYTES, tile.weights,
               depth // CHAIN, sums, tile.asked, tile.step)
-    finish_rows(tile.is_gated, sums, tile.rows, _scales(words, tile.x) + tile.first * 4,
+    finish_rows(tile.form, sums, tile.rows, _scales(words, tile.x) + tile.first * 4,
                 tile.weights + depth * PANEL * 2, tile.target, tile.stride)
 
 
 _LAYOUT = PanelLayout(
     columns=PANEL, unit=CHAIN, steps=CHAIN, line=2 * PANEL, behind=2 * ROOM_BYTES, tallest=TALLEST, whole=1,
-    ahead=AHEAD, block=BLOCK_BYTES, row=STRIP_ROW_BYTES + 4, results=SUMS_BYTES, rows=TILE_BYTES)
+    ahead=AHEAD, block=BLOCK_BYTES, row=STRIP_ROW_BYTES + 4, results=SUMS_BYTES, rows=2 * SUMS_BYTES)
 PRODUCT = panel_product("bfloat16_in_halves", Method(_pack_block, _multiply), _LAYOUT, BFLOAT16)
 
 
@@ -160,16 +161,16 @@ def fits(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.shape[1] % CHAIN == 0
 
 
-def fp16_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, *, is_gated: bool = False) -> Linear:
+def fp16_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, form: int = PLAIN) -> Linear:
     """`weight [out, in]`, which `fits`, packed for many products.
 
     Args:
-        is_gated: `weight [gates, then up projection; in]`; the result is silu(gate) * up.
+        form: of results, as in `gemm.py`; GATED: `weight [gates, then up projection; in]`.
     """
     outputs, depth = weight.shape
-    panels = pack(in_panels(weight, PANEL, is_gated=is_gated),
-                  None if bias is None else in_panels(bias, PANEL, is_gated=is_gated))
-    return PRODUCT.linear(panels, None, (outputs, depth), launcher, is_gated=is_gated)
+    panels = pack(in_panels(weight, PANEL, is_gated=form == GATED),
+                  None if bias is None else in_panels(bias, PANEL, is_gated=form == GATED))
+    return PRODUCT.linear(panels, None, (outputs, depth), launcher, form)
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -34,6 +34,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     write,
 )
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN
 from slotwise.compute.kernels.cpu.products.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_ROW_BYTES
 from slotwise.compute.kernels.cpu.products.linear import (
     BLOCK,
@@ -116,7 +117,7 @@ def _product(path: str) -> PanelProduct:
             for unit in range(units):
                 widen_unit(tile.weights + unit * UNIT_BYTES, panel + unit * WIDENED)
         gemm(tile.rows, panel, tile.x + tile.first * STRIP_ROW_BYTES, tile.block_rows * STRIP_ROW_BYTES,
-             units * STRIPS, tile.target, tile.stride, tile.bias, tile.is_gated, tile.asked, tile.step, tile.memory)
+             units * STRIPS, tile.target, tile.stride, tile.bias, tile.form, tile.asked, tile.step, tile.memory)
 
     layout = layout_of(path)
     return panel_product(
@@ -150,20 +151,19 @@ def packed_bytes(outputs: int, depth: int) -> int:
 
 
 def fp8_linear(
-    matrix: QuantizedMatrix, bias: Tensor | None, launcher: KernelLauncher, *, is_gated: bool = False, path: str,
+    matrix: QuantizedMatrix, bias: Tensor | None, launcher: KernelLauncher, form: int = PLAIN, *, path: str,
 ) -> Linear:
     """A matrix of 8-bit floats, packed for many products of bfloat16 by a `path` of `PRODUCT`.
 
     Args:
-        is_gated: its outputs are gates, then the up projection; the result is silu(gate) * up.
+        form: of results, as in `gemm.py`; GATED: its outputs are gates, then the up projection.
 
     Raises:
         ValueError: products with its format are not supported.
     """
     if why := refusal(matrix.format):
         raise ValueError(why)
-    panels = pack(matrix, is_gated=is_gated)
+    panels = pack(matrix, is_gated=form == GATED)
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     return PRODUCT[path].linear(
-        panels, in_panels(added, PANEL, is_gated=is_gated), (matrix.outputs, matrix.depth), launcher,
-        is_gated=is_gated)
+        panels, in_panels(added, PANEL, is_gated=form == GATED), (matrix.outputs, matrix.depth), launcher, form)

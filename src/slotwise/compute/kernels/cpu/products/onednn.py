@@ -24,11 +24,13 @@ KEPT = 128
 KEPT_BYTES = 600_000
 
 
-def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`weight [out, in]` packed once for many products."""
+def onednn_linear(weight: Tensor, bias: Tensor | None, *, is_wide: bool = False) -> Linear:
+    """`weight [out, in]` packed once for many products; results are rounded, and float32 if it `is_wide`."""
     bound_caches()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     apply = torch.ops.mkldnn._linear_pointwise
+    if is_wide:
+        return lambda x: apply(x, packed, bias, "none", [], "").float()
     return lambda x: apply(x, packed, bias, "none", [], "")
 
 

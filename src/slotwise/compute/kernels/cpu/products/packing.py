@@ -23,6 +23,7 @@ from slotwise.compute.kernels.cpu.products import (
     onednn,
     paths,
 )
+from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN, WIDE
 from slotwise.compute.kernels.cpu.products.linear import PackedPart, PackedProduct
 from slotwise.compute.kernels.cpu.products.quantize import FORMATS, HEAD, MOMENTS, InputMoments, quantized
 from slotwise.compute.kernels.interface import Linear
@@ -130,8 +131,8 @@ class Packing:
         return self._packed(weight, bias)
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """`weight [vocab, hidden]`, packed for logits."""
-        return self._packed(_as_matrix(weight, self._head_format), bias)
+        """`weight [vocab, hidden]`, packed for logits in float32."""
+        return self._packed(_as_matrix(weight, self._head_format), bias, WIDE)
 
     def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
         """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""
@@ -140,11 +141,11 @@ class Packing:
         weight = self._as_matrix(weight)
         if isinstance(weight, QuantizedMatrix):
             if weight.format.are_floats:
-                return self._of_floats(weight, bias, is_gated=True)
+                return self._of_floats(weight, bias, GATED)
             return self._watched(self._of_blocks([self._blocks(weight, bias, is_gated=True)]), weight)
         assert isinstance(weight, Tensor)
         own = self._own(weight)
-        return None if own is None else own(weight, bias, self._launcher, is_gated=True)
+        return None if own is None else own(weight, bias, self._launcher, GATED)
 
     def can_gate(self, weight: Weight) -> bool:
         """Whether `gated` packs this weight."""
@@ -203,17 +204,17 @@ class Packing:
     def _watched(self, product: Linear, weight: Weight) -> Linear:
         return product if self._recorded is None else self._recorded.watched(product, weight.shape[1])
 
-    def _packed(self, weight: Weight, bias: Tensor | None) -> Linear:
+    def _packed(self, weight: Weight, bias: Tensor | None, form: int = PLAIN) -> Linear:
         if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
-            return self._of_floats(weight, bias)
+            return self._of_floats(weight, bias, form)
         if isinstance(weight, QuantizedMatrix):
-            return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)])
+            return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)], form)
         if isinstance(weight, StackedMatrix):
-            return self._of_blocks(self._stacked(weight, bias))
+            return self._of_blocks(self._stacked(weight, bias), form)
         if self._path_of(weight.dtype) == "onednn":
             self._launcher.join_torch()
-            return onednn.onednn_linear(weight, bias)
-        return (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
+            return onednn.onednn_linear(weight, bias, is_wide=form == WIDE)
+        return (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher, form)
 
     def _own(self, weight: Tensor) -> Callable[..., Linear] | None:
         """The function that packs `weight` for products that may be gated; None if its path has no such function."""
@@ -222,14 +223,14 @@ class Packing:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
-    def _of_floats(self, matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+    def _of_floats(self, matrix: QuantizedMatrix, bias: Tensor | None, form: int = PLAIN) -> Linear:
         """The product with a matrix of 8-bit floats."""
         path = self._path_of(torch.bfloat16)
-        return linear_fp8.fp8_linear(matrix, bias, self._launcher, is_gated=is_gated, path=path)
+        return linear_fp8.fp8_linear(matrix, bias, self._launcher, form, path=path)
 
-    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
+    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks], form: int = PLAIN) -> Linear:
         """The product with matrices in panels, concatenated along their outputs."""
-        return linear_blocks.blocks_linear(parts, self._launcher)
+        return linear_blocks.blocks_linear(parts, self._launcher, is_wide=form == WIDE)
 
     def _stacked(self, weight: StackedMatrix, bias: Tensor | None) -> list[linear_blocks.PackedBlocks]:
         """The panels of stacked matrices, in the order of their outputs."""

@@ -73,7 +73,7 @@ from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from slotwise.errors import CheckpointError, OneLineError
 from slotwise.platform import child, spawn
 
-LOGIT = 4  # bytes
+WIDE = 4  # bytes of a logit, and of a number of the residual stream
 
 
 class Rank(NamedTuple):
@@ -121,10 +121,10 @@ class RankFiles(NamedTuple):
     def made(cls, config: EngineConfig, described: ModelConfig) -> RankFiles:
         """Files for the largest exchange of any step; memory is taken as it is used."""
         width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-        logits = LOGIT * -(-described.vocab_size // width)
+        logits = WIDE * -(-described.vocab_size // width)
         longest = min(config.max_model_len or described.longest, described.longest)
         tokens = config.step_tokens + config.max_num_seqs * longest  # whole prompts of a static batch
-        message = tokens * described.hidden_size * described.dtype.itemsize
+        message = tokens * described.hidden_size * WIDE
         return cls([shared_file(size_of(width, max(CHUNK, logits))) for _ in range(stages)],
                    shared_file(pipe_size(width * stages, message if stages > 1 else 0)))
 

@@ -255,7 +255,7 @@ def _block_bytes(decoder: DecoderSizes, groups: LayerGroups, block_size: int) ->
 
 def _handed_on(decoder: DecoderSizes, tokens: int) -> int:
     """Returns the bytes of hidden states between a stage and the next."""
-    of_step = tokens * decoder.config.hidden_size * decoder.config.dtype.itemsize
+    of_step = tokens * decoder.config.hidden_size * decoder.kernels.wide_kind(decoder.config.dtype).itemsize
     return PLACES * of_step if decoder.group.pipe.stage.total > 1 else 0
 
 

@@ -11,7 +11,7 @@ from slotwise.compute.kernels.cpu.simd import FLOAT32
 
 
 def _norm(words):
-    pointwise._norm(words, FLOAT32)
+    pointwise._norm(words, FLOAT32, FLOAT32)
 
 
 def test_nothing_is_compiled_for_avx512():

@@ -26,7 +26,7 @@ logging.basicConfig(format="%(message)s")
 from slotwise.compute.kernels.cpu import pointwise
 from slotwise.compute.kernels.cpu.jit import compiler
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
-codes = [pointwise.NORM[torch.float32], pointwise.SILU_MUL[torch.float32]]
+codes = [pointwise.NORM[torch.float32, torch.float32], pointwise.SILU_MUL[torch.float32]]
 print(*(code.is_on_disk for code in codes))
 compiler.compile_all(codes)
 print(*(code.is_on_disk for code in codes))

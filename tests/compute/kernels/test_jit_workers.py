@@ -20,7 +20,7 @@ COMPILE = EARLY + """
 import torch
 from slotwise.compute.kernels.cpu import pointwise
 from slotwise.compute.kernels.cpu.jit import compiler
-codes = [pointwise.NORM[torch.float32], pointwise.SILU_MUL[torch.float32], pointwise.EMBED]
+codes = [pointwise.NORM[torch.float32, torch.float32], pointwise.SILU_MUL[torch.float32], pointwise.EMBED]
 {before}
 compiler.compile_all(codes)
 print(*(code.is_on_disk for code in codes), workers.are_waiting(), *(helper.wait() for helper in called))

@@ -161,6 +161,6 @@ def test_logits_are_float32_and_hidden_states_bfloat16(path: str, rows: int) -> 
     weight, bias, x = (torch.randn(*size, generator=draw).bfloat16() for size in ((100, 96), (100,), (rows, 96)))
     kernels = CpuKernels(2, "int8" if path in paths.QUANTIZED else "none", path=path)
     logits = kernels.head(weight, bias)(x)
-    assert logits.dtype == kernels.logits_kind(BFLOAT16) == torch.float32
+    assert logits.dtype == kernels.wide_kind(BFLOAT16) == torch.float32
     assert torch.equal(logits.bfloat16(), kernels.linear(weight, bias)(x))
     assert path == "onednn" or not torch.equal(logits, logits.bfloat16().float())

@@ -74,7 +74,7 @@ class CheckedKernels:
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
         return self._product(
-            self._kernels.head, "head", weight, bias, weight.shape[0], self._kernels.logits_kind)
+            self._kernels.head, "head", weight, bias, weight.shape[0], self._kernels.wide_kind)
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """A lookup that checks its argument."""
@@ -140,11 +140,12 @@ class CheckedKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         self._check_norm("rms_norm", x, weight)
-        return self._check("rms_norm: result", self._kernels.rms_norm(x, weight, eps, offset), x.shape, (x.dtype,))
+        result = self._kernels.rms_norm(x, weight, eps, offset)
+        return self._check("rms_norm: result", result, x.shape, (weight.dtype,))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         self._check_norm("add_rms_norm", x, weight)
-        self._check("add_rms_norm: residual", residual, x.shape, (x.dtype,))
+        self._check_residual("add_rms_norm", x, residual)
         result = self._kernels.add_rms_norm(x, residual, weight, eps, offset)
         return self._check("add_rms_norm: result", result, x.shape, (x.dtype,))
 
@@ -152,17 +153,29 @@ class CheckedKernels:
         self._check("layer_norm: x", x, tuple(x.shape[:2]), FLOATS)
         for name, part in (("weight", norm.weight), ("bias", norm.bias)):
             if part is not None:
-                self._check(f"layer_norm: {name}", part, (x.shape[-1],), (x.dtype,))
+                self._check(f"layer_norm: {name}", part, (x.shape[-1],), self._normed_kinds(x))
         if residual is not None:
-            self._check("layer_norm: residual", residual, x.shape, (x.dtype,))
-        return self._check("layer_norm: result", self._kernels.layer_norm(x, norm, residual), x.shape, (x.dtype,))
+            self._check_residual("layer_norm", x, residual)
+        result = self._kernels.layer_norm(x, norm, residual)
+        return self._check("layer_norm: result", result, x.shape, self._normed_kinds(x))
 
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         self._check("add: x", x, tuple(x.shape[:2]), FLOATS)
-        self._check("add: residual", residual, x.shape, (x.dtype,))
+        self._check_residual("add", x, residual)
         if gate is not None:
             self._check("add: gate", gate, (len(x), 1), (x.dtype,))
-        return self._check("add: result", self._kernels.add(x, residual, gate), x.shape, (x.dtype,))
+        return self._check("add: result", self._kernels.add(x, residual, gate), x.shape, (residual.dtype,))
+
+    def convert(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        self._check("convert: x", x, tuple(x.shape[:2]), FLOATS)
+        return self._check("convert: result", self._kernels.convert(x, kind), x.shape, (kind,))
+
+    def _check_residual(self, name: str, x: Tensor, residual: Tensor) -> None:
+        self._check(f"{name}: residual", residual, x.shape, (x.dtype, self._kernels.wide_kind(x.dtype)))
+
+    def _normed_kinds(self, x: Tensor) -> tuple[torch.dtype, ...]:
+        """The types of weights and results of norms of `x`: its own, or where it is a stream, the model's."""
+        return tuple([kind for kind in self._kernels.kinds if x.dtype in (kind, self._kernels.wide_kind(kind))])
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("silu_mul", self._kernels.silu_mul, gate_up)

@@ -823,11 +823,15 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         ...
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Pack `weight [vocab, hidden]` for logits of the type `logits_kind`."""
+        """Pack `weight [vocab, hidden]` for logits of the type `wide_kind`."""
         ...
 
-    def logits_kind(self, kind: dtype) -> dtype:
-        """The type of logits in a model that computes in `kind`."""
+    def wide_kind(self, kind: dtype) -> dtype:
+        """The type of logits, and of the residual stream, in a model that computes in `kind`."""
+        ...
+
+    def convert(self, x: Tensor, kind: dtype) -> Tensor:
+        """`x [tokens, size]` as another type, rounded to nearest; `x` itself where it has that type."""
         ...
 
     def experts(
@@ -900,15 +904,24 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """RMSNorm over the last dimension of `x [tokens, hidden]`; `offset` is added to the weight in float32."""
+        """RMSNorm over the last dimension of `x [tokens, hidden]`; `offset` is added to the weight in float32.
+
+        `x` may be the residual stream, of `wide_kind`; the result has the weight's type.
+        """
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
+        """`residual += x` in place, then RMSNorm of the sum, `[tokens, hidden]`, in the type of `x`.
+
+        `residual` has the type of `x` or its `wide_kind`.
+        """
         ...
 
     def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
-        """LayerNorm over the last dimension of `x [tokens, hidden]`, or of `residual += x`, in place, as stored."""
+        """LayerNorm over the last dimension of `x [tokens, hidden]`, or of `residual += x`, in place, as stored.
+
+        Types are those of RMS norms; a norm of the residual stream has a weight or a bias.
+        """
         ...
 
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -387,9 +387,13 @@ class ReferenceKernels:
         """Adapter by adapter."""
         return ReferenceAdapters(num_places)
 
-    def logits_kind(self, kind: torch.dtype) -> torch.dtype:
+    def wide_kind(self, kind: torch.dtype) -> torch.dtype:
         """That of the hidden states."""
         return kind
+
+    def convert(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        """`x` as another type; `x` itself where it has that type."""
+        return x.to(kind)
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product like any other."""

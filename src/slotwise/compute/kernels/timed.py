@@ -97,6 +97,9 @@ class TimedKernels:
     def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids, first))
 
+    def convert(self, x: Tensor, kind: dtype) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.convert(x, kind))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.rms_norm(x, weight, eps, offset))
 

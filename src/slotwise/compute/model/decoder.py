@@ -90,9 +90,11 @@ class DecoderSizes:
         attending = max(config.recurrent_width, config.latent_width, *[
             (4 * config.num_heads + 4 * kv_heads) * head_dim for kv_heads, head_dim in sizes])
         mlp = config.mlp_width
+        wide = self.kernels.wide_kind(config.dtype)
         hidden = network.live_states * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
-        logits = (2 if config.logit_soft_cap else 1) * self.kernels.logits_kind(config.dtype).itemsize
+        a_token += config.hidden_size * (wide.itemsize - config.dtype.itemsize)
+        logits = (2 if config.logit_soft_cap else 1) * wide.itemsize
         return num_tokens * a_token + num_samples * config.vocab_size * (logits + FLOAT32)
 
 
@@ -140,7 +142,7 @@ class Decoder(DecoderSizes):
     ) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
-        A stage returns what it sends on; before the last one that is `[tokens, hidden]`, not normed.
+        A stage returns what it sends on; before the last one that is the stream, `[tokens, hidden]` of `wide_kind`.
 
         Args:
             caches: one for each of `layer_shapes`, made by `kernels.allocate_cache`; layers of different groups may
@@ -149,7 +151,9 @@ class Decoder(DecoderSizes):
         """
         network, pipe = self._network, self.group.pipe
         x = self._embedded(batch)
-        h = ResidualStream(x, self.kernels) if network.start is None else network.start(batch.token_ids, x)
+        wide = self.kernels.convert(x, self.kernels.wide_kind(self.config.dtype))
+        h = ResidualStream(wide, self.kernels, self.config.dtype) if network.start is None else network.start(
+            batch.token_ids, x)
         for layer, step in zip(network.layers, self._steps(h, batch, caches, advances), strict=True):
             if pipe.stage.is_last and step.layer == self._last_stored and not len(batch.sample_at):
                 # A chunk in mid-prompt: nothing behind its last keys and values is needed.
@@ -158,7 +162,7 @@ class Decoder(DecoderSizes):
                 pipe.send(x[:1])  # only says that the step is done
                 return x[:0]
             layer.forward(h, step)
-        return pipe.send(network.norm(h))
+        return pipe.send(network.norm(h) if pipe.stage.is_last else h.wide())
 
     def _steps(
         self, h: ResidualStream, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None,
@@ -193,17 +197,18 @@ class Decoder(DecoderSizes):
         """The hidden states of tokens before this stage's layers."""
         if self._network.ends is not None:
             return self._network.ends.embedding(batch.token_ids, batch.positions)
-        return self.group.pipe.receive(len(batch.token_ids), self.config.hidden_size, self.config.dtype)
+        kind = self.kernels.wide_kind(self.config.dtype)
+        return self.group.pipe.receive(len(batch.token_ids), self.config.hidden_size, kind)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[samples, hidden] -> [samples, vocab]`, of the kernels' `logits_kind`; on the first stage alone.
+        """`[samples, hidden] -> [samples, vocab]`, of the kernels' `wide_kind`; on the first stage alone.
 
         Without a head zeros: requests that sample are refused, and the steps of the warm-up compare nothing.
         """
         assert self._network.ends is not None
         head = self._network.ends.head
         if head is None or not len(hidden):
-            kind = self.kernels.logits_kind(self.config.dtype)
+            kind = self.kernels.wide_kind(self.config.dtype)
             return hidden.new_zeros(len(hidden), self.config.vocab_size, dtype=kind)
         return head(hidden)
 

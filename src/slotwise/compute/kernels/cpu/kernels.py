@@ -114,7 +114,7 @@ class CpuKernels:
             sampling_filters.MASKED_GREEDY[torch.float32], sampling_filters.MASK,
             sampling_filters.WIDEN[torch.float32]]
         compile_all([*self.packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
-                     pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
+                     pointwise.EMBED, pointwise.NORM[kind, torch.float32], PROGRAM, WORK, RUN_SHARED, READ])
         compile_here(self.packing.kernels_of_blocks(kind))  # workers do not know these by name
 
     def batch_dependence(self, kind: torch.dtype) -> str:
@@ -185,9 +185,19 @@ class CpuKernels:
         """`weight [vocab, hidden]`, packed for logits in float32, whatever the hidden states are."""
         return self.packing.head(weight, bias)
 
-    def logits_kind(self, kind: torch.dtype) -> torch.dtype:
+    def wide_kind(self, kind: torch.dtype) -> torch.dtype:
         """float32: in bfloat16 logits of 16 and more would be multiples of an eighth, and often equal."""
         return torch.float32
+
+    def convert(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        """`x [tokens, size]` as another type, rounded to nearest even."""
+        if x.dtype == kind:
+            return x
+        x = x.contiguous()
+        out = self.launcher.empty(x.shape, kind)
+        self.launcher.give(x.data_ptr(), 0, 0, out.data_ptr(), *x.shape)
+        self._run(pointwise.CONVERT[x.dtype, kind], x.numel())
+        return out
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows from the panels that a head of the same table reads."""
@@ -254,30 +264,33 @@ class CpuKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm over the last dimension of `x [tokens, hidden]`."""
-        return self._norm(x, 0, weight, eps, offset)
+        return self._norm(x, None, weight, eps, offset)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
-        return self._norm(x, residual.data_ptr(), weight, eps, offset)
+        return self._norm(x, residual, weight, eps, offset)
 
-    def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
         x = x.contiguous()
         tokens, size = x.shape
-        out = self.launcher.empty((tokens, size), x.dtype)
-        self.launcher.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps),
-                           _bits(offset))
-        self._run(pointwise.NORM[x.dtype], x.numel())
+        out = self.launcher.empty((tokens, size), weight.dtype)
+        stream = x if residual is None else residual
+        self.launcher.give(x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
+                           out.data_ptr(), tokens, size, _bits(eps), _bits(offset))
+        self._run(pointwise.NORM[weight.dtype, stream.dtype], x.numel())
         return out
 
     def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
         """LayerNorm of `x [tokens, hidden]`, or of `residual += x`, in place, as stored."""
         x = x.contiguous()
-        out = self.launcher.empty(x.shape, x.dtype)
+        given = norm.weight if norm.weight is not None else norm.bias
+        kind, stream = x.dtype if given is None else given.dtype, x if residual is None else residual
+        out = self.launcher.empty(x.shape, kind)
         residual_at, weight_at, bias_at = (0 if part is None else part.data_ptr()
                                            for part in (residual, norm.weight, norm.bias))
         self.launcher.give(x.data_ptr(), residual_at, weight_at, out.data_ptr(), *x.shape, _bits(norm.eps),
                            _bits(norm.offset), bias_at)
-        self._run(pointwise.LAYER_NORM[x.dtype], x.numel())
+        self._run(pointwise.LAYER_NORM[kind, stream.dtype], x.numel())
         return out
 
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -285,7 +298,7 @@ class CpuKernels:
         x = x.contiguous()
         gate_at = 0 if gate is None else gate.data_ptr()
         self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, *x.shape)
-        self._run(pointwise.ADD[x.dtype], x.numel())
+        self._run(pointwise.ADD[x.dtype, residual.dtype], x.numel())
         return residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -85,76 +85,98 @@ def inverse_rms(x: int, size: int, eps: float, kind: Real) -> float:
 
 
 @kernel
-def _norm(words: int, kind: Real) -> None:
-    """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address."""
+def _add_to_stream(words: int, token: int, kind: Real, stream: Real) -> int:
+    """The address of a token's `x`, or of its `residual += x` where `RESIDUAL` is an address."""
+    size, residual = load(words, SIZE, INT64), load(words, RESIDUAL, INT64)
+    if residual == 0:
+        return load(words, X, INT64) + token * size * bytes_of(stream)
+    x = load(words, X, INT64) + token * size * bytes_of(kind)
+    residual += token * size * bytes_of(stream)
+    for i in range(size):
+        store(residual, i, load(residual, i, stream) + load(x, i, kind), stream)
+    return residual
+
+
+@kernel
+def _convert(words: int, kind: Real, made: Real) -> None:
+    """Numbers of `kind` as numbers of the kind `made`."""
+    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        x = load(words, X, INT64) + token * size * bytes_of(kind)
+        out = load(words, OUT, INT64) + token * size * bytes_of(made)
+        for i in range(size):
+            store(out, i, load(x, i, kind), made)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _norm(words: int, kind: Real, stream: Real) -> None:
+    """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address.
+
+    What is normed is of the kind `stream`, weights and results are of `kind`, and so is `x` where it is added.
+    """
     size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
     offset = float_of(load(words, OFFSET_BITS, INT64))
     token = fetch_add(words, 1)
     while token < tokens:
-        start = token * size * bytes_of(kind)
-        x, residual, out = load(words, X, INT64) + start, load(words, RESIDUAL, INT64), load(words, OUT, INT64) + start
-        if residual != 0:
-            residual += start
-            for i in range(size):
-                store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
-            x = residual
-        factor = inverse_rms(x, size, eps, kind)
+        x = _add_to_stream(words, token, kind, stream)
+        out = load(words, OUT, INT64) + token * size * bytes_of(kind)
+        factor = inverse_rms(x, size, eps, stream)
         for i in range(size):
-            store(out, i, load(x, i, kind) * factor * (load(weight, i, kind) + offset), kind)
+            store(out, i, load(x, i, stream) * factor * (load(weight, i, kind) + offset), kind)
         token = fetch_add(words, 1)
 
 
 @kernel
-def _layer_norm(words: int, kind: Real) -> None:
-    """LayerNorm of `x`, or of `residual += x` where `RESIDUAL` is an address; of ones and zeros without addresses."""
+def _layer_norm(words: int, kind: Real, stream: Real) -> None:
+    """LayerNorm of `x`, or of `residual += x` where `RESIDUAL` is an address; of ones and zeros without addresses.
+
+    Kinds are those of `_norm`.
+    """
     size, weight, bias = load(words, SIZE, INT64), load(words, WEIGHT, INT64), load(words, BIAS, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
     offset = float_of(load(words, OFFSET_BITS, INT64))
     token = fetch_add(words, 1)
     while token < tokens:
-        start = token * size * bytes_of(kind)
-        x, residual, out = load(words, X, INT64) + start, load(words, RESIDUAL, INT64), load(words, OUT, INT64) + start
-        if residual != 0:
-            residual += start
-            for i in range(size):
-                store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
-            x = residual
+        x = _add_to_stream(words, token, kind, stream)
+        out = load(words, OUT, INT64) + token * size * bytes_of(kind)
         total, squares = ZERO, ZERO
         for i in range(size):
-            total += load(x, i, kind)
+            total += load(x, i, stream)
         mean = total / float32(size)
         for i in range(size):
-            off = load(x, i, kind) - mean
+            off = load(x, i, stream) - mean
             squares += off * off
         factor = ONE / sqrt(squares / float32(size) + eps)
         if weight != 0 and bias != 0:
             for i in range(size):
-                normed = (load(x, i, kind) - mean) * factor
+                normed = (load(x, i, stream) - mean) * factor
                 store(out, i, normed * (load(weight, i, kind) + offset) + load(bias, i, kind), kind)
         elif weight != 0:
             for i in range(size):
-                store(out, i, (load(x, i, kind) - mean) * factor * (load(weight, i, kind) + offset), kind)
+                store(out, i, (load(x, i, stream) - mean) * factor * (load(weight, i, kind) + offset), kind)
         elif bias != 0:
             for i in range(size):
-                store(out, i, (load(x, i, kind) - mean) * factor + load(bias, i, kind), kind)
+                store(out, i, (load(x, i, stream) - mean) * factor + load(bias, i, kind), kind)
         else:
             for i in range(size):
-                store(out, i, (load(x, i, kind) - mean) * factor, kind)
+                store(out, i, (load(x, i, stream) - mean) * factor, kind)
         token = fetch_add(words, 1)
 
 
 @kernel
-def _add(words: int, kind: Real) -> None:
+def _add(words: int, kind: Real, stream: Real) -> None:
     """`residual += x`, or where `WEIGHT` is an address, `residual += sigmoid(weight) * x`, with a weight per token."""
     size, tokens, gates = load(words, SIZE, INT64), load(words, TOKENS, INT64), load(words, WEIGHT, INT64)
     token = fetch_add(words, 1)
     while token < tokens:
-        start = token * size * bytes_of(kind)
-        x, residual = load(words, X, INT64) + start, load(words, RESIDUAL, INT64) + start
+        x = load(words, X, INT64) + token * size * bytes_of(kind)
+        residual = load(words, RESIDUAL, INT64) + token * size * bytes_of(stream)
         factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
         for i in range(size):
-            store(residual, i, load(residual, i, kind) + factor * load(x, i, kind), kind)
+            store(residual, i, load(residual, i, stream) + factor * load(x, i, kind), stream)
         token = fetch_add(words, 1)
 
 
@@ -288,14 +310,13 @@ def _soft_cap(words: int, kind: Real) -> None:
 
 
 EMBED = specialized(_embed)
-NORM = {
-    torch.bfloat16: specialized(_norm, BFLOAT16),
-    torch.float32: specialized(_norm, FLOAT32),
-}
-ADD = {
-    torch.bfloat16: specialized(_add, BFLOAT16),
-    torch.float32: specialized(_add, FLOAT32),
-}
+KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+STREAMS = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+"""The type of a model and the type of its residual stream, by which its kernels are chosen."""
+NORM = {(kind, stream): specialized(_norm, KINDS[kind], KINDS[stream]) for kind, stream in STREAMS}
+ADD = {(kind, stream): specialized(_add, KINDS[kind], KINDS[stream]) for kind, stream in STREAMS}
+CONVERT = {(kind, made): specialized(_convert, KINDS[kind], KINDS[made]) for kind in KINDS for made in KINDS
+           if kind != made}
 SILU_MUL = {
     torch.bfloat16: specialized(_silu_mul, BFLOAT16),
     torch.float32: specialized(_silu_mul, FLOAT32),
@@ -308,10 +329,7 @@ GELU_MUL = {
     torch.bfloat16: specialized(_gelu_mul, BFLOAT16),
     torch.float32: specialized(_gelu_mul, FLOAT32),
 }
-LAYER_NORM = {
-    torch.bfloat16: specialized(_layer_norm, BFLOAT16),
-    torch.float32: specialized(_layer_norm, FLOAT32),
-}
+LAYER_NORM = {(kind, stream): specialized(_layer_norm, KINDS[kind], KINDS[stream]) for kind, stream in STREAMS}
 ACTIVATE = {
     torch.bfloat16: specialized(_activate, BFLOAT16),
     torch.float32: specialized(_activate, FLOAT32),

@@ -362,8 +362,9 @@ class SharedPipe:
         self._here, self._next = memory.box(rank), memory.box(after)
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Compile the kernels for one type."""
-        compile_all([SEND[kind], RECEIVE[kind]])
+        """Compile the kernels for one type, and for the residual stream."""
+        stream = torch.float32
+        compile_all(list(dict.fromkeys([SEND[kind], RECEIVE[kind], SEND[stream], RECEIVE[stream]])))
 
     def send(self, x: Tensor) -> Tensor:
         """Raises ValueError for more bytes than a message has."""

@@ -194,9 +194,13 @@ class CudaKernels:
         """By the grouped products of experts (`low_rank.py`)."""
         return CudaAdapters(num_places, max_rank, kind, self.device)
 
-    def logits_kind(self, kind: torch.dtype) -> torch.dtype:
+    def wide_kind(self, kind: torch.dtype) -> torch.dtype:
         """That of the hidden states."""
         return kind
+
+    def convert(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        """`x` as another type; `x` itself where it has that type."""
+        return x.to(kind)
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product whose tokens are never quantized; a table of the same matrix shares its memory."""

@@ -130,7 +130,7 @@ def read_embedding(source: WeightSource, name: str, size: tuple[int, int], scale
 
 
 class LMHead:
-    """`[tokens, hidden] -> [tokens, vocabulary]`, logits of the kernels' `logits_kind`.
+    """`[tokens, hidden] -> [tokens, vocabulary]`, logits of the kernels' `wide_kind`.
 
     Args:
         weight: `[vocabulary, hidden]`; the embedding's table where the two are tied.

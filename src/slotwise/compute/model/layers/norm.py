@@ -57,21 +57,33 @@ class ResidualStream:
     """The hidden states `h [tokens, hidden]` that flow through a model: `h += attention(norm(h))`.
 
     One kernel adds and norms.  So an addend waits for the norm, or the `sum`, that reads the stream next.
+
+    Args:
+        x: what the stream begins with, in its type: the model's own or, so that each sum is not rounded, a wider one.
+        kind: the model's own; None: that of `x`.
     """
 
-    def __init__(self, x: Tensor, kernels: Kernels) -> None:
+    def __init__(self, x: Tensor, kernels: Kernels, kind: torch.dtype | None = None) -> None:
         self._sum = x  # without the addend; changed in place
         self._addend: Tensor | None = None
-        self._kernels = kernels
+        self._kernels, self._kind = kernels, kind or x.dtype
 
     def __iadd__(self, x: Tensor) -> Self:
         if self._addend is not None:
-            self.sum()
+            self.whole()
         self._addend = x
         return self
 
     def sum(self) -> Tensor:
-        """The stream as it is.  Valid until the next sum."""
+        """The stream as it is, in the model's own type.  Valid until the next sum."""
+        return self._kernels.convert(self.whole(), self._kind)
+
+    def wide(self) -> Tensor:
+        """The stream as it is, in the wider type of its kernels."""
+        return self._kernels.convert(self.whole(), self._kernels.wide_kind(self._kind))
+
+    def whole(self) -> Tensor:
+        """The stream as it is, in its type.  Valid until the next sum."""
         if self._addend is not None:
             self._sum, self._addend = self._kernels.add(self._addend, self._sum), None
         return self._sum
@@ -87,7 +99,7 @@ class ResidualStream:
 
     def keep(self, rows: Tensor) -> None:
         """Keep some rows, int64, and drop the others, which no later layer reads."""
-        self._sum = self.sum().index_select(0, rows)
+        self._sum = self.whole().index_select(0, rows)
 
 
 class RMSNorm:
@@ -116,6 +128,8 @@ class LayerNorm:
         self._kernels = source.kernels
         weight, bias = (source.tensor({f"{name}.{part}": (size,)}) if is_there else None
                         for part, is_there in (("weight", options.has_weight), ("bias", options.has_bias)))
+        if weight is None and bias is None:
+            weight = torch.ones(size, dtype=source.dtype, device=source.kernels.device) - options.offset
         self._weights = LayerNormWeights(weight, bias, options.eps, options.offset)
         self.bytes = (options.has_weight + options.has_bias) * size * source.dtype.itemsize
 

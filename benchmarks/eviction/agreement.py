@@ -63,6 +63,7 @@ TRAFFIC_SECONDS = 600.0  # of the traffic that a window stands for
 ANSWER_START, ANSWER_TOKEN = 0.1, 0.02  # seconds of an answer of usual speed: to its first token, and for each
 BLOCK = 16  # tokens
 LONGEST = 1280  # tokens of a prompt with its output; longer ones are left out
+TENANT_SHARE = 0.75  # so that the longest prompt may be retained
 SPARE = 32  # blocks that a cache has at least, beside those of one request
 PROBED = 256 << 20  # bytes of a cache, by which the bytes of a block are known
 WARM_UPS = (24, 100, 400, 1000)  # tokens of the prompts before a window
@@ -220,8 +221,8 @@ def _kept(answer: Mapping[str, Any], num_asked: int) -> dict[str, Any]:
 
 def options(asked: argparse.Namespace, policy: str, memory: int, log: str = "") -> list[str]:
     found = [asked.model, "--admin-api-key", KEY, "--eviction-policy", policy, "--kv-cache-memory", str(memory),
-             "--block-size", str(BLOCK), "--max-model-len", str(LONGEST), "--max-num-seqs", "8",
-             "--speculative-config", '{"method": "none"}', *NO_QUEUE_BOUND]
+             "--block-size", str(BLOCK), "--tenant-cache-share", str(TENANT_SHARE), "--max-model-len", str(LONGEST),
+             "--max-num-seqs", "8", "--speculative-config", '{"method": "none"}', *NO_QUEUE_BOUND]
     return [*found, "--event-log", log] if log else found
 
 

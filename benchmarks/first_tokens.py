@@ -1,11 +1,11 @@
-"""First tokens and gaps of streams on a real server: two checkouts in turns, or one with several `--max-stall-ms`.
+"""First tokens and gaps of streams on a real server: two checkouts in turn, or one with several `--max-stall-ms`.
 
 usage: python -m benchmarks.first_tokens MODEL [--checkout OTHER] [--stall-ms 70 300 0] [--seeds 91] [--json FILE]
 
 Four workloads, every request a stream, with prompts of random ids:
 
     burst     64 requests at once with log-normal lengths, the mixed trace (benchmarks/beside_vllm.py)
-    prompts   the same prompts with one output token each: no step decodes, so its median is what a burst's could be
+    prompts   the same prompts with one output token each: no step decodes, so a burst can at best reach its median
     steady    the same lengths, `--rate` arrivals per second: many streams, and few requests that wait
     long      four prompts of 1,900 tokens next to eight streams
 

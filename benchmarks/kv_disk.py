@@ -1,11 +1,11 @@
-"""First tokens after a restart, without and with the prefix cache's blocks on disk; gaps of streams beside a read.
+"""First tokens after a restart, without and with blocks on disk, and gaps of streams while a prompt is read.
 
     python -m benchmarks.kv_disk MODEL restarts
     python -m benchmarks.kv_disk MODEL streams
 
-A server is started, answers prompts, and is started again: `cold` is the first token of another prompt of as many
-tokens after a start, `warm` that of a prompt whose blocks are on disk.  With `streams` four streams decode meanwhile:
-their gaps are those of two seconds without prompts, and those until the first token of `warm` and of `cold`.
+A server is started, answers prompts, and is started again.  `warm` is the time to the first token of a prompt whose
+blocks are on disk, `cold` that of another prompt of the same length.  With `streams`, four streams decode meanwhile:
+their gaps are measured during two seconds without prompts, and until the first token of `warm` and of `cold`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def prompt(number: int) -> list[int]:
 
 
 def times(client: httpx.Client, tokens: list[int], max_tokens: int) -> list[float]:
-    """When the request was sent, and when its tokens came, in seconds."""
+    """Returns when the request was sent and when each of its tokens arrived, in seconds."""
     body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     found = [time.monotonic()]
     with client.stream("POST", "/v1/completions", json=body) as response:

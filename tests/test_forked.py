@@ -1,4 +1,4 @@
-"""Tests that run in forked processes report what they would report in one."""
+"""Tests in forked processes report the same as in a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks on disk behind a live server and an `LLM`: found after a restart, a sleep and an exchange of the model."""
+"""Blocks on disk behind a live server and an `LLM`: found after a restart, a sleep and a reload of the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(folder: Path, log: str) -> Any:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Live]:
-    """A server that was started again, after another has written the blocks of two keys."""
+    """A restarted server, on blocks that the first one wrote for two API keys."""
     with start(folder, "first") as first:
         for number in range(NUM_PROMPTS):
             ask(first, number)
@@ -65,7 +65,7 @@ def post(server: Live, path: str, key: str = "root", **body: Any) -> Any:
 
 
 def found(server: Live, numbers: range) -> bool:
-    """Whether one of some prompts was found on disk: how much of each is read depends on what else the machine does."""
+    """Whether any of some prompts was found on disk: how much of each is read depends on the load of the machine."""
     return any("found_on_disk" in ask(server, number) for number in numbers)
 
 

@@ -196,7 +196,7 @@ def hostile() -> list[dict[str, Any]]:
 
 
 async def gaps(url: str, until: asyncio.Event) -> list[float]:
-    """Seconds between the events of streams that follow each other with pauses, which spare the processor."""
+    """Seconds between the events of a stream; streams follow each other with pauses, which spare the processor."""
     found = []
     body = {"prompt": "def add(a, b):", "max_tokens": 40, "ignore_eos": True, "stream": True, "temperature": 0}
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
@@ -239,7 +239,7 @@ def test_hostile_grammars_end_and_other_streams_go_on(live: Live) -> None:
 
 
 def test_a_grammar_that_compiles_for_too_long_is_refused() -> None:
-    """The bound on `multipleOf` is not asked for a schema within a grammar: that of the worker's time ends it."""
+    """A schema within a grammar is not checked for large values of `multipleOf`; the worker's time limit ends it."""
     checker = GrammarChecker((), structs.replace(CHECK_LIMITS, seconds=0.3))
     grammar = Grammar(LARK, 'start: %json {"type": "integer", "multipleOf": 7919131}', "guided_grammar")
     try:

@@ -1,17 +1,17 @@
-"""Compares what-ifs with real servers: one traffic with retention and without, and what each server says of the other.
+"""Compares what-ifs with real servers: the same traffic with and without retention, predicted by each for the other.
 
-    without retention (lru)      window ──► POST /what_if "hinted, and these prompts retained"  ──► beside the second
-    with retention (hinted)      window ──► POST /what_if "lru"                                 ──► beside the first
+    without retention (lru)      window ──► POST /what_if "hinted, and these prompts retained"  ──► the second's figures
+    with retention (hinted)      window ──► POST /what_if "lru"                                 ──► the first's figures
 
-Each window is a server of its own with a small cache, over HTTP, and an open loop: a request is sent at its time,
-whether or not others have ended.  Ten minutes of traffic are scaled to a window: pauses and gaps between arrivals by
-the same factor, one in `every` of its sessions is sent, and lengths are multiplied by `tokens`.  A fourth of the
-sessions (or of the groups that share a prefix) asks to be retained.  An agent's next prompt repeats the tokens that the
+Each window uses a server of its own with a small cache, over HTTP, in an open loop: a request is sent at its time,
+whether or not earlier ones have ended. Ten minutes of traffic are scaled to a window: pauses and gaps between arrivals
+by the same factor, one in `every` of its sessions is sent, and lengths are multiplied by `tokens`. A fourth of the
+sessions (or of the groups that share a prefix) asks to be retained. An agent's next prompt repeats the tokens that the
 server answered; its pauses begin when an answer of usual speed would have ended.
 
 usage: python -m benchmarks.eviction agreement MODEL --trace JSONL --json FILE [--traffic agents] [--seconds 60]
 
-A pair takes three minutes, in which nothing else may run.  What the file has of other pairs stays in it.
+A pair takes three minutes, in which nothing else may run.  Other pairs in the file are kept.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Ask(NamedTuple):
 
 
 def sessions_of(kind: str, trace: Path, seed: int) -> list[tuple[Session, bool]]:
-    """Returns sessions at the traffic's own times, and whether each is one that may ask to be retained."""
+    """Returns sessions at the traffic's own times, and whether each of them may request retention."""
     every, scale, _ = SCALES[kind]
     if kind == AGENTS:
         recipe = Agents(num_sessions=round(AGENT_STARTS * TRAFFIC_SECONDS / 60 / every), scale=scale,
@@ -106,9 +106,9 @@ def sessions_of(kind: str, trace: Path, seed: int) -> list[tuple[Session, bool]]
 
 
 def _first(session: Session) -> int:
-    """Tells the conversation of a request of Mooncake's, and the group of one with a shared prefix.
+    """Identifies the conversation of a Mooncake request, or the group of a request with a shared prefix.
 
-    The first block of Mooncake's prompts is that of most others.
+    Most Mooncake prompts have the same first block, so it is skipped.
     """
     prompt = session.turns[0].prompt
     return prompt[1 if len(prompt) > 1 and prompt[0].content == FIRST_ID else 0].content
@@ -267,7 +267,7 @@ def main() -> None:
 
 
 def show(row: Mapping[str, Any], name: str, other: str) -> None:
-    """Prints what a window's server said of the other window, beside what that measured."""
+    """Prints a server's prediction of the other window next to what that window measured."""
     said, measured = row[name]["what_if"], row[other]["what_if"][MEASURED]
     print(f"{row['traffic']}, seed {row['seed']}, {row['requests']} requests, {row['blocks']} of "
           f"{row['needed_blocks']} blocks: asked of the window {name} retention")

@@ -9,7 +9,7 @@ has a share of the blocks that the traffic needs altogether.
 
 usage: python -m benchmarks.eviction orders --trace JSONL --json FILE [--minutes 10] [--seeds 1 2] [--shares 0.125 0.5]
 
-What the file has of other traffic, seeds, shares and orders stays in it.
+Other rows of the file are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A live server on a free port that all modules of a process share, a tokenizer to go with it."""
+"""A live server that all modules of a process share, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 class Shared:
-    """The server with default settings, started for the first module that needs it and again where one has ended it."""
+    """The server with default settings, started for the first module that needs it and again after a test ended it."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         self._folder, self._log, self._stack = folder, log, ExitStack()
@@ -38,7 +38,7 @@ class Shared:
         return self._server
 
     def _is_whole(self, server: Server) -> bool:
-        """Whether its engine is still the first one, which has nothing left to do."""
+        """Whether its first engine still runs, and is idle."""
         if server.process.poll() is not None or not Path(f"/proc/{server.engine_pid}").exists():
             return False
         health = server.get("/health")

@@ -59,7 +59,7 @@ def test_usage_tells_what_was_read_and_what_is_kept(server: Server, ttl: str | N
 
 
 def test_what_follows_the_last_marked_part_is_not_kept(server: Server) -> None:
-    """What is kept is found again by a request that goes on differently."""
+    """A request with another continuation finds the retained part again."""
     system = {"type": "text", "text": "system " * 20, **MARK}
     texts = [{"type": "text", "text": "one " * 20, **MARK}, {"type": "text", "text": "two " * 20}]
     said = [{"role": "user", "content": texts}, {"role": "assistant", "content": "yes"}]
@@ -76,7 +76,7 @@ def test_what_follows_the_last_marked_part_is_not_kept(server: Server) -> None:
 
 
 def test_a_prompt_is_cut_behind_its_last_marked_part() -> None:
-    """Its parts are tools, system message and messages; what is marked at the prompt's end is all of it."""
+    """Parts are tools, system message and messages; a mark on the last part covers the whole prompt."""
     parts = [{"name": name, "input_schema": {}} for name in "ab"], [{"type": "text", "text": text} for text in "ab"]
 
     def cut(tools: int = 2, system: int = 2, content: int = 2) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ def test_a_tenant_claims_its_share_and_its_oldest_claims_go_first():
 
 @pytest.mark.parametrize(("share", "covered", "kept"), [(0.25, 0, 8), (1.0, 0, 12), (1.0, 7, 4), (1.0, 3, 0)])
 def test_what_is_retained_is_told(share, covered, kept):
-    """At most the tenant's share, and the tokens that it is to cover, in whole blocks."""
+    """At most the tenant's share, and at most the covered tokens, in whole blocks."""
     driver = driver_of(HINTED, share=share)
     new = request("a", [1] * 13, 1, ignore_eos=True)
     new.spec = replace(new.spec, retain=9.0, retain_tokens=covered)

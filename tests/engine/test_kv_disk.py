@@ -1,6 +1,6 @@
-"""Blocks on disk: what is found has the bits that were computed, and whatever becomes of the files costs only hits.
+"""Blocks on disk: a block that is found has the bits that were computed, and damage to files costs only cache hits.
 
-The executor's cache holds digests of all tokens before a position: a wrong block fails an assertion there.
+The executor's cache contains digests of all tokens before a position, so a wrong block fails an assertion there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DAY = 86_400.0
 
 
 class Stored(Side):
-    """An engine whose blocks are on disk, too."""
+    """An engine with blocks on disk."""
 
     def __init__(self, folder: Path, identity: str = "toy", most: int = 1 << 20, max_age: float = DAY,
                  adapters: Mapping[int, str] | None = None) -> None:
@@ -52,7 +52,7 @@ class Stored(Side):
         self.handle(Add(UNSUBMITTED, spec, name=name))
 
     def run(self, name: str, prompt: list[int], salt: str = "", adapter: int = 0) -> int:
-        """Runs a request to its end; returns how many of its tokens were cached.  Its tokens must be right."""
+        """Runs a request to its end and checks its tokens; returns how many of its prompt tokens were cached."""
         self.ask(name, prompt, salt, adapter=adapter)
         self.finish()
         assert self.tokens[name] == alone(request("alone", prompt), LIMITS)
@@ -65,7 +65,7 @@ class Stored(Side):
         while self.engine.has_work and not until():
             if not self.step():
                 time.sleep(0.0005)
-            assert time.monotonic() < end, "it hangs"
+            assert time.monotonic() < end, "the engine hangs"
 
     def written(self) -> None:
         """Waits until all blocks are written or dropped."""
@@ -74,7 +74,7 @@ class Stored(Side):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
-    """Starts the engine on a folder; the one before has ended."""
+    """Starts an engine on the folder, after closing the previous one."""
     made: list[Stored] = []
 
     def start(**settings: object) -> Stored:
@@ -176,7 +176,7 @@ def test_a_hundred_requests_with_evictions_aborts_and_damage_get_their_tokens(ma
                 if draw.random() < 0.1:
                     side.abort(f"r{draw.randrange(number + 1)}")
                 if draw.random() < 0.2 and (paths := files_in(tmp_path)):
-                    # It may be removed meanwhile.
+                    # The file may be removed meanwhile.
                     with contextlib.suppress(FileNotFoundError), draw.choice(paths).open("r+b") as file:
                         file.seek(draw.randrange(HEADER.size + 30))
                         file.write(b"\xff\x00")

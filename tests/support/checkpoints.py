@@ -375,13 +375,13 @@ FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in AL
 DIFFERENT_CACHES = [
     "llama3", "mistral", "gemma2", "gpt_oss", "llama4", "qwen3_next", "kimi_linear", "lfm2", "mamba2", "nemotron_h_moe",
     "falcon_h1", "jamba", "granite_hybrid", "minimax", "deepseek_v3", "mimo_v2", "bloom", "gemma3n", "gemma4", "gpt2"]
-"""Families that differ in what a request keeps: blocks of all layers, of windows or chunks, latents, states, keys that
-layers share; and in how a place in the context is told apart: by a turn, a table or a bias."""
+"""Families that differ in what a request keeps (blocks of all layers, of windows or chunks, latents, states, keys that
+layers share) and in how positions are encoded (rotation, table or bias)."""
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "mimo_v2", "flint", "bloom", "mpt",
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt", "megatron-bert", '"mpnet"')
 """In configs of models whose attention torch's own does not compute."""
 COUNTED = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl")
-"""Types of models whose positions `generate` counts from 0, and their `forward` from behind the padding's."""
+"""Types of models whose positions start at 0 in `generate`, and after the padding token's in `forward`."""
 UNPADDED = ("llama4_text", "bert-generation")  # types of models whose tokens depend on padding
 UNSCALED = ("Gemma3n", "Gemma4", "Gemma4Unified")
 """Classes whose scores are not divided by the root of the size of a head."""
@@ -554,7 +554,7 @@ def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[i
 
 
 def _one_by_one(model: Any, ids: list[int], max_tokens: int) -> list[int]:
-    """The most probable token after a prompt, after that one, and so on."""
+    """Greedy decoding with `forward`, one token at a time."""
     import torch
 
     row = list(ids)

@@ -1,9 +1,9 @@
 """GGUF files that llama.cpp's own converter wrote of tiny random checkpoints, and the logits of `transformers`.
 
-`python -m support.converted LLAMA_CPP` (a folder with its sources) writes them anew to `tests/compute/gguf/converted`:
-for each of `CONVERTED` a file of the model, and in `logits.safetensors` what `transformers` makes of `PROMPT` and of
-the checkpoint that the file was made from.  Weights are numbers of bfloat16, of which files in float16 lose nothing.
-Families named after it are written anew alone.
+`python -m support.converted LLAMA_CPP [FAMILY ...]`, with a folder of its sources, rewrites all or some of
+`tests/compute/gguf/converted`: a file for each of `CONVERTED`, and in `logits.safetensors` the logits that
+`transformers` computes from the same checkpoint for `PROMPT`.  Weights are bfloat16 numbers that float16 represents
+exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "n
         "num_local_experts": 4, "num_experts_per_tok": 2}
 _GROUPS = {"n_group": 2, "topk_group": 1}
 _STATES = {"hidden_size": 48, "mamba_d_head": 6, "mamba_n_heads": 8}
-CONVERTED: dict[str, dict[str, Any]] = {  # families, and where their configs differ from those of other tests
+CONVERTED: dict[str, dict[str, Any]] = {  # fields that differ from the configs of other tests, by family
     "glm": {}, "exaone4": {}, "olmo3": {}, "dbrx": {"d_model": 32, "ffn_config": {
         "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}},
     "cohere2_moe": {"layer_types": ["full_attention"] + ["sliding_attention"] * 3, "intermediate_size": 16,
@@ -52,7 +52,7 @@ HUB: dict[str, dict[str, Any]] = {  # fields of published configs that the conve
                 "swa_rope_theta": 10_000.0, "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334,
                 "rope_parameters": {"partial_rotary_factor": 0.334, "rope_theta": 5_000_000.0,
                                     "sliding_attention": {"rope_theta": 10_000.0}},
-                "model_type": "of the hub"},  # which transformers does not know, so that the file is read as it is
+                "model_type": "of the hub"},  # unknown to transformers, so that the converter reads the file as it is
     "granite_hybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "kimi_linear": {"num_shared_experts": 2, "first_k_dense_replace": 1, "linear_attn_config": {
         "full_attn_layers": [2], "kda_layers": [1, 3, 4], "head_dim": 6, "num_heads": 4, "short_conv_kernel_size": 4}},
@@ -71,7 +71,7 @@ def make_tiny(family: str, folder: Path) -> Path:
                                   "num_key_value_heads", "head_dim", "max_position_embeddings"))}
     sizes = {name: None if known.get(name, 0) is None else value for name, value in sizes.items()}
     make(family, folder, dtype="bfloat16", **(sizes | CONVERTED.get(family, {})))
-    if family == "kimi_linear":  # whose MLPs transformers saves under a name of its own
+    if family == "kimi_linear":  # transformers saves its MLPs under another name
         tensors = load_file(folder / "model.safetensors")
         save_file({name.replace(".0.block_sparse_moe.", ".0.mlp."): tensor for name, tensor in tensors.items()},
                   folder / "model.safetensors", {"format": "pt"})
@@ -79,7 +79,7 @@ def make_tiny(family: str, folder: Path) -> Path:
 
 
 def convert(family: str, folder: Path, target: Path, llama_cpp: Path) -> Path:
-    """Runs llama.cpp's converter with a vocabulary of letters, and changes the checkpoint's config to that end."""
+    """Runs llama.cpp's converter with a vocabulary of letters; adds fields that it reads to the checkpoint's config."""
     from support.checkpoints import edit_config
 
     edit_config(folder, **HUB.get(family, {}))

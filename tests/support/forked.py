@@ -1,9 +1,9 @@
 """Runs the tests in processes that are forked after one collection: a pytest plugin, `-p support.forked --forks N`.
 
-To collect is to import torch, transformers and every test, seven seconds of a core, which each worker of xdist does
-again.  Here the tests are collected once, and N processes that share the memory of what was imported take one file
-after another.  A process gets its next file when it has ended the one before, so that a file never waits behind a long
-test while another process idles.  It needs fork, and libraries that start no thread when they are imported: Linux.
+Collection imports torch, transformers and every test: seven seconds of a core, which each worker of xdist repeats.
+Here the tests are collected once, and N forked processes, which share the imported modules' memory, run one file after
+another.  A process gets its next file when it has finished the last one, so a file never waits for a long test while
+another process is idle.  This needs fork, and libraries that do not start threads when they are imported: Linux.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 class Parent:
-    """Gives files out to its children, and passes what they report on to this process' plugins.
+    """Distributes files among its children, and passes their reports to the plugins of this process.
 
-    A child sends None when it wants a file, then for each of its tests the list of its reports.
+    A child sends None to request a file, then a list of reports for each test in it.
     """
 
     def __init__(self, session: pytest.Session, files: deque[list[int]]) -> None:
@@ -68,7 +68,7 @@ class Parent:
         self._files = files
         self._children: dict[Connection, ForkProcess] = {}
         self._left: dict[Connection, deque[int]] = {}
-        """Of the file that a child has, the tests without a result."""
+        """Tests of a child's current file that have not reported a result."""
 
     def run(self, count: int) -> None:
         self._session.config._tmp_path_factory.getbasetemp()  # made once, for the folders of all children
@@ -86,7 +86,7 @@ class Parent:
             self._end_all()
 
     def _end_all(self) -> None:
-        """Give tests that still run some time to tear down their fixtures, but none behind a second Ctrl-C."""
+        """Give running tests time to tear down their fixtures; a second Ctrl-C ends them at once."""
         for connection, child in self._children.items():
             connection.close()  # a child does not wait for its reports to be read
             os.kill(child.pid, signal.SIGINT)
@@ -137,7 +137,7 @@ class Parent:
         getattr(hook, name)(**arguments)
 
     def _ended(self, connection: Connection) -> None:
-        """A child that has ended before its tests fails the one that it ran; another one gets what is left."""
+        """If a child ended early, fail the test that it ran, and give the rest of its file to another child."""
         child, left = self._children.pop(connection), self._left.pop(connection)
         connection.close()
         child.join(GRACE)
@@ -167,7 +167,7 @@ class Child:
         try:
             self._separate()
             for item in self._items():
-                # What belongs to the session outlives the test, and nothing else does where a file ends.
+                # At the end of a file, only fixtures of the session survive.
                 following = session.items[item + 1] if item + 1 < len(session.items) else session
                 if following is not session and following.path != session.items[item].path:
                     following = session

@@ -43,7 +43,7 @@ def ranks_on_threads() -> Iterator[None]:
     """Ranks that are started within the context are threads, and end with their engines."""
     before, opened = torch.get_num_threads(), list[ranks.RankFiles]()
     gc.collect()
-    gc.freeze()  # what is there stays, as after the tests were collected: only what came meanwhile is looked through
+    gc.freeze()  # the collections below then examine only objects created meanwhile
     close = ranks.RankFiles.close
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "thread_pool", lambda threads: ThreadPool(0))  # each rank has its own

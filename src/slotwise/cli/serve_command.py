@@ -208,7 +208,7 @@ def _run(asked: argparse.Namespace) -> int:
 
 
 def _tenant_secret(config: EngineConfig) -> bytes:
-    """The secret of tenants' names that blocks on disk need; empty without these.  Raises ValueError."""
+    """The secret that keeps tenants' names across restarts; empty without blocks on disk.  Raises ValueError."""
     if config.kv_disk is None:
         return b""
     from slotwise.engine.kv_disk import tenant_secret

@@ -379,16 +379,16 @@ def linked(
 def stored(
     config: EngineConfig, decoder: Decoder, pieces: Sequence[Tensor], scheduler: Scheduler, content: str,
 ) -> DiskLink:
-    """Returns what stores blocks on disk.
+    """Returns the link to the prefix cache's blocks on disk.
 
     Args:
         pieces: the caches, as `[blocks, ...]`.
-        content: digest of all that the checkpoint holds.
+        content: digest of the checkpoint's files.
 
     Raises:
         ConfigError: the folder cannot be used.
     """
-    is_long = any(isinstance(rope, LongRope) for rope in decoder.config.ropes)  # its longest sequence decides
+    is_long = any(isinstance(rope, LongRope) for rope in decoder.config.ropes)  # its factors depend on max_model_len
     blocks = HostCacheBlocks(pieces, f"{scheduler.limits.block_size} tokens of model {content}")
     identity = repr((
         __version__, blocks.layout, config.quantization, decoder.kernels.name, platform.machine(),
@@ -797,7 +797,7 @@ def load(
 
 
 def _digested(folder: Path) -> Callable[[], str]:
-    """Digests a checkpoint's content while its weights are read; returns what waits for the digest."""
+    """Starts to digest a checkpoint's files on a thread; returns a function that waits for the digest."""
     pool = ThreadPoolExecutor(1, "digest")
     digest = pool.submit(content_digest, folder)
     pool.shutdown(wait=False)

@@ -153,7 +153,7 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel, lo
 
 
 def _remove(engine: Engine, channel: BlockingChannel, command: RemoveStored) -> None:
-    """Removes files on a thread of its own, which reports when none is left."""
+    """Removes files on a thread of its own, which reports when all are removed."""
     remove = engine.remove_stored(command.tenant)
 
     def run() -> None:

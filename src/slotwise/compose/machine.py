@@ -85,8 +85,8 @@ def _product_rate(decoder: DecoderSizes, size: int, seconds: float) -> float:
 def glance(decoder: DecoderSizes, stored: str) -> Machine:
     """Measures the same on smaller data, quickly enough for the start of a server.
 
-    A process measures once for all engines whose weights are `stored` alike, take the same path, and have as many bytes
-    in powers of two.
+    A process measures once for all engines whose weights are `stored` in the same format, use the same product path and
+    have the same size up to a power of two.
     """
     kernels, kind = decoder.kernels, decoder.config.dtype
     alike = (kernels.name, kernels.device, kind, kernels.product_path(kind), stored, torch.get_num_threads(),

@@ -73,7 +73,7 @@ from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from slotwise.errors import CheckpointError, OneLineError
 from slotwise.platform import child, spawn
 
-WIDE = 4  # bytes of a logit, and of a number of the residual stream
+WIDE = 4  # bytes of a logit, and of an element of the residual stream
 
 
 class Rank(NamedTuple):

@@ -91,7 +91,7 @@ class BlockPool:
         return blocks
 
     def use_again(self, blocks: Iterable[int]) -> None:
-        """Let those of `blocks` that are cached count as released now."""
+        """Move the cached ones of `blocks` to where blocks released now would be."""
         for block in blocks:
             if block in self.cached:
                 self.cached.remove(block)

@@ -14,7 +14,7 @@ available, and the orders differ only in which goes first.
 Blocks are equally large, so seconds per byte are seconds per block.  They grow with the position in the prompt, because
 later tokens attend to more.
 
-A prefix goes after its continuation.  `lru` gets blocks in the order of their release, the last one of a sequence
+A prefix is evicted after its continuation.  `lru` gets blocks in the order of their release, the last one of a sequence
 first.  The other orders rank only *leaves*: cached blocks without a cached continuation, and a block becomes a leaf
 when its last one goes.  A heap of leaves takes O(log n) a block; entries out of date are skipped.
 

@@ -240,8 +240,8 @@ class KVManager:
     def release(self, request: Request) -> None:
         """Release all blocks, the last one first: a prefix is evicted after its continuation.
 
-        Where another request computed the same prefix at the same time, the cache has that one's blocks, which may be
-        cached already: they are used again.
+        If another request computed the same prefix at the same time, the cache has the other one's blocks.  They may
+        have been released earlier, so they are moved to the end of the eviction order, too.
         """
         self.pool.cached.released(request)
         self.pool.release(_last_first(request.tables))

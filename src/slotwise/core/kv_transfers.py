@@ -11,8 +11,8 @@ published like blocks computed here.  At least the last token of a prompt is com
 logits.  A request asks once: when it has lost its blocks to others that need them, or was preempted, it computes its
 prompt like any other.
 
-A new request whose prompt begins with blocks on disk (`engine/kv_disk.py`) waits for these like one whose prompt
-another engine computes, and then computes the rest.
+A new request whose prompt begins with blocks on disk (`engine/kv_disk.py`) waits for them in the same states, and then
+computes the rest.
 
 A pin is a reference of its own, so a pinned block is neither reused nor evicted.  Nothing forces another engine to ask
 for it, and prompts may never arrive.  So tenants share (`core/tenant_capacity.py`) the blocks that pins may keep, where

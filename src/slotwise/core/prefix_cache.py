@@ -65,7 +65,7 @@ class Entry:
         self.cached: tuple[CachedBlock, ...] = tuple([  # by group
             CachedBlock(self, *one) for one in zip(parents, blocks, strict=True)])
         self.salt = ""
-        self.content_key = b""  # a digest of everything up to it that is the same in every process; b"": not made
+        self.content_key = b""  # a digest of all that determines it (`engine/kv_disk.py`); b"": unknown
         self.parent: Entry | None = None  # the entry before, or the root of its salt
         self.latest_child: Entry | None = None
         self.older: Entry | None = None  # siblings, by when they were published
@@ -123,7 +123,7 @@ class BlockHashes:
         self.owner = owner
         self.parts: list[tuple[int, ...]] = []
         self.digests: list[int] = []
-        self.is_shared = False  # an entry has the block of another request that computed it at the same time
+        self.is_shared = False  # some entry's block is another request's, which computed it at the same time
         self.last: Entry | None = None  # the last of the `length` entries
         self.length = 0  # blocks published or found
 
@@ -162,7 +162,7 @@ class PrefixCache:
         self._salts: dict[str, dict[str, None]] = {}  # by owner, those of `_roots`
         self._of_block: dict[int, CachedBlock] = {}
         self._numbers = count()
-        self.new_entries: list[Entry] | None = None  # published since they were read last; None: they are not read
+        self.new_entries: list[Entry] | None = None  # published since they were last read; None: not collected
 
     @property
     def blocks(self) -> Sequence[int]:

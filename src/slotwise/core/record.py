@@ -114,23 +114,23 @@ class ReceivedBlocks(NamedTuple):
 
 
 class PrefixOnDisk(NamedTuple):
-    """A new request's prompt begins with blocks that are on disk, and that are read sooner than they are computed."""
+    """A new request's prompt begins with blocks that are on disk and are faster to read than to compute."""
 
     request_id: int
     num_blocks: int  # of the prompt, from its first block on; those that are cached in memory are not read
-    timeout: float  # seconds; what is not read within it is computed
+    timeout: float  # seconds; blocks that have not been read by then are computed
 
 
 class DiskNews(NamedTuple):
-    """What happened on the disk under the prefix cache since the last record."""
+    """Blocks found, read, written and dropped by the prefix cache on disk since the last record."""
 
     found: tuple[PrefixOnDisk, ...] = ()  # prompts of new requests
     arrivals: tuple[ReceivedBlocks, ...] = ()  # blocks that were read
-    num_written: int = 0  # blocks
-    num_read: int = 0  # blocks
+    num_written: int = 0  # blocks that were written
+    num_read: int = 0  # blocks that were read
     num_dropped: int = 0  # blocks that were not written: too many waited, their memory was needed, or the disk failed
-    num_damaged: int = 0  # files that were not what their names said
-    num_bytes: int = 0  # that all files take
+    num_damaged: int = 0  # files that did not match their names
+    num_bytes: int = 0  # bytes of all files
 
 
 class Decision(NamedTuple):

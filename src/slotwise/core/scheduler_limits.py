@@ -81,8 +81,8 @@ class LiveLimits:
         None, "predicted time that a step may take: prompts are chunked to fit, without the exceptions of "
         "{max_stall_ms}", unit="ms", range=real(LEAST_MS, MOST_MS), otherwise="no limit", phase=LIVE)
     max_stall_ms: float | None = setting(
-        None, "predicted time by which prompts may delay running rows; up to four times as long where more than half "
-        "as many requests start as run, and up to twice the time of the running rows alone", unit="ms",
+        None, "predicted time by which prompts may delay running rows; up to four times as long if the requests that "
+        "start exceed half of those that run, and up to twice the time of the running rows alone", unit="ms",
         range=real(LEAST_MS, MOST_MS), otherwise="no limit", phase=LIVE)
     eviction_policy: str = setting(
         LRU, "which cached prefix is evicted first: the least recently used, the cheapest to compute again, one "

@@ -18,14 +18,14 @@ from slotwise.core.step_time import NO_WORK, StepTimeModel, Work
 MOST = 4.0  # stall limits that a step may last for at most, however many prompts start
 WHOLE = 2.5  # stall limits that it may last for if a prompt completes in it
 SHARE = 2.0  # times the decoding rows' own time, always allowed: prompts get half of a full step
-FEW = 0.5  # newcomers for each decoding row that wait without lengthening steps
-EVEN = 64.0  # stall limits: a gap this long costs a stream as much as a first token that is late by as long
+FEW = 0.5  # newcomers per decoding row up to which steps are not lengthened
+EVEN = 64.0  # stall limits: a gap of this length costs as much as a first token delayed by the same time
 
 
 class StallLimit(NamedTuple):
     """How long a step with prefill chunks may take beside decoding rows, in seconds."""
 
-    free: float  # while few requests wait
+    free: float  # while few requests wait for a first token
     seconds: float
     whole: float  # if it computes a whole prompt: chunking a short one delays the rows, and the prompt, longer in total
 
@@ -33,14 +33,14 @@ class StallLimit(NamedTuple):
 def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
     """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
 
-    Up to half as many newcomers as decoding rows wait at the streams' pace.  More of them lengthen the step.  Of its T
-    seconds the k decoding rows alone take d, which leaves T - d for prompts: a second's worth of these takes
-    1 / (T - d) steps, whose d delay half of the w newcomers beyond k/2, on average.  A gap of T costs each decoding row
-    T² / g, since a reader notices a long gap more than short ones of the same sum:
+    As long as the newcomers are at most half as many as the k decoding rows, the limit is `bound`.  Let w be the number
+    of newcomers beyond k/2.  Of a step of T seconds the decoding rows take d, which leaves T - d for prompts, so a
+    second of prompt work needs 1 / (T - d) steps.  Their decoding time d delays half of the w newcomers on average.  A
+    gap of T seconds costs each decoding row T² / g: a reader notices one long gap more than several short ones:
 
         cost(T) = (w/2 · d + k · T² / g) / (T - d)      least at      T = d + √(d² + g · d · w / 2k)
 
-    So a burst is computed at nearly full speed, and a few prompts in steps of `bound`.
+    So a burst is computed at nearly full speed, and a few prompts are computed in steps of `bound` seconds.
 
     Args:
         bound: seconds; the limit if few newcomers wait, and the decoding rows leave time for prompts.

@@ -284,7 +284,7 @@ class StepTimeModel:
     def skips(self, starts: Sequence[int], counts: Sequence[int], started: float, ended: float) -> bool:
         """Whether `step` would skip these rows as a routine step of decoding rows; if so, it need not be called.
 
-        Most steps are, and their work takes longer to sum up than all the rest here.
+        Most steps are routine, and this check is cheaper than summing up their work for `step`.
         """
         rows, passed = len(counts), self._passed[DECODE] + 1
         sums = self._sizes.get(SIZES[DECODE][rows.bit_length()])

@@ -412,7 +412,7 @@ class EngineClient:
         return await self._divergences.ask(lambda number: self._ask(DivergenceQuery(number, tuple(request_ids))))
 
     async def remove_stored(self, tenant: str | None = None) -> int:
-        """Removes the blocks on disk of a tenant, or all.  Returns how many there were.
+        """Removes the blocks on disk of a tenant, or all.  Returns their number.
 
         Raises:
             Refused: there is no engine, or too many queries wait.

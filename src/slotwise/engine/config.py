@@ -122,9 +122,9 @@ class EngineConfig(ChosenLimits):
         "again", unit="GiB", range=GIBIBYTES, otherwise="0, none", group=CACHE)
     kv_disk: str | None = setting(
         None, "on a CPU: a folder for blocks of the prefix cache, which are found again after an eviction, a sleep or "
-        "a restart: docs/sleep.md", unit="folder", otherwise="none: they are lost", group=CACHE)
+        "a restart: docs/reference/kv-disk.md", unit="folder", otherwise="evicted blocks are lost", group=CACHE)
     kv_disk_size: float = setting(
-        16.0, "space that {kv_disk} may take; the blocks used longest ago are removed", unit="GiB",
+        16.0, "size of all files in {kv_disk}; the least recently used blocks are removed", unit="GiB",
         range=real(0.001, (1 << 20) - 1), group=CACHE)
     kv_disk_max_age: float = setting(
         DAY, "age at which blocks in {kv_disk} are removed", unit="seconds", range=real(1, 3650 * DAY), group=CACHE)
@@ -208,7 +208,7 @@ class EngineConfig(ChosenLimits):
             raise ConfigError(f"kv_transfer_config needs a secret that its peers have, too: {HOW}")
 
     def _check_disk(self) -> None:
-        """Raises ConfigError for what is not supported beside blocks on disk."""
+        """Raises ConfigError for settings that are not supported together with blocks on disk."""
         drafts = self.speculative_config
         for name, is_set in (("several ranks", self.num_ranks > 1),
                              ("kv_transfer_config", self.kv_transfer_config is not None),

@@ -166,7 +166,7 @@ class Engine:
         return ""
 
     def remove_stored(self, tenant: str | None = None) -> Callable[[], int]:
-        """Find no stored blocks of a tenant any more, or none at all.  See `KVLink.remove`.
+        """Stops storing blocks of a tenant, or of all; returns what removes the stored ones.  See `KVLink.remove`.
 
         Blocks in memory keep their entries in the prefix cache: the caller must change the salt or the generation.
         """

@@ -5,21 +5,21 @@
     published block ─► follow ─► writer's queue ─► FOLDER/KEY-OWNER.kv ─► reader ───┘ ─► arrivals ─► computed
                             oldest use first ◄── removed ──┘
 
-A file is one block, the unit of eviction and of sharing: with a megabyte or more, opening it costs little beside
-reading it.  Its name is a content key: a cryptographic digest of all that determines the block's bytes (checkpoint,
-types, kernels, block size, salt) and of all tokens up to its last one.  So no chain of other files is needed to trust
-it.  A file is written to a temporary name and renamed, and its header has the key and a digest of the block: what is
-torn, damaged or foreign is a miss.
+A file is one block, the unit of eviction and of sharing.  Blocks of a megabyte or more make the cost of opening a file
+small compared with reading it.  Its name is a content key: a cryptographic digest of all that determines the block's
+bytes (checkpoint, types, kernels, block size, salt) and of all tokens up to its last one.  So a file can be trusted
+without reading the blocks before it.  A file is written under a temporary name and renamed.  Its header contains the
+key and a digest of the block, so a torn, damaged or foreign file is a miss.
 
-The engine's thread only looks up names in memory, and appends to queues.  A block in the writer's queue is not copied
-yet: its memory may be given to another request.  Then the engine marks it stale before the plan is executed, and the
-writer, which looks at the mark after its copy, drops it:
+The engine's thread only looks up names in memory and appends to queues.  While a block waits in the writer's queue, its
+memory may be given to another request.  The engine then marks it stale before the plan is executed, and the writer,
+which checks the mark after copying the block, drops it:
 
     engine   ... mark stale ──► execute the plan that overwrites the block
     writer   copy ────────────► look at the mark ──► write, or drop
 
-Blocks are read only where that is predicted to be quicker than computing them, by the measured rate of reading and the
-step-time model.  A read that turns out slower is given up.
+Blocks are read only if the measured read rate and the step-time model predict that reading is faster than computing.  A
+read that turns out slower is abandoned.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ HEADER = struct.Struct("<8sQ32s32s")  # magic, bytes of the block, content key, 
 KEY_BYTES, OWNER_BYTES = 32, 8
 NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-([0-9a-f]{{{2 * OWNER_BYTES}}})\.kv")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
-PAGE = 4096  # bytes; a file takes a multiple of it
-MAX_FILES = 1 << 18  # that the index has; it takes about 300 bytes for each
+PAGE = 4096  # bytes; the space that a file takes is a multiple of it
+MAX_FILES = 1 << 18  # in the index, which takes about 300 bytes for each
 MAX_PENDING = 256  # blocks that wait to be written
-REST = 9.0  # times the time worked, after each block, while requests run: they need the interpreter and the processors
-HASTE = 3.0  # by which a writer that is behind shortens its rests
+REST = 9.0  # sleep after each block, as a multiple of its CPU time, while requests run, which need the interpreter
+CATCH_UP = 3.0  # a writer whose queue is half full sleeps a third as long
 SECRET, SECRET_BYTES = "secret", 32
-UNTIMED_RATE = 500e6  # bytes per second that are read, before any were
-REMEASURED = 60.0  # seconds after which a slow rate is forgotten
-TOLD = 0.05  # seconds between two reports of a read in progress
-EXPIRY = 60.0  # seconds between two looks for files that are too old
+ASSUMED_RATE = 500e6  # bytes per second of a read, until one was measured
+RATE_EXPIRY = 60.0  # seconds after which a slow measured rate is forgotten
+REPORT_INTERVAL = 0.05  # seconds between two reports of a read in progress
+EXPIRY_INTERVAL = 60.0  # seconds between two removals of files that are too old
 LONGEST_PAUSE = 60.0  # seconds without writing after errors
 LEAST_WAIT, MOST_WAIT = 0.5, 60.0  # seconds that a request waits for blocks before it computes them
-HANDING_OVER = 0.005  # seconds between the arrival of a request and the beginning of its read, while nothing runs
-CLOSING = 5.0  # seconds for each thread
+START_DELAY = 0.005  # seconds from the arrival of a request to the beginning of its read, while nothing runs
+JOIN_TIMEOUT = 5.0  # seconds for each thread
 
 logger = logging.getLogger(__name__)
 
 
 class _File(NamedTuple):
     owner: str
-    size: int  # bytes on disk
+    size: int  # bytes that it takes on disk
     written: float  # seconds since 1970
 
 
@@ -91,14 +91,14 @@ class DiskStore:
     """Files of blocks in one folder, by content key; used by several threads, and by one process at a time.
 
     Args:
-        folder: made if it is missing; no other user may enter it.
-        block_bytes: of every block that this store reads and writes; it keeps files of others, too.
-        most_bytes: of all files.
+        folder: created if it is missing; other users must not be able to enter it.
+        block_bytes: size of the blocks that this store reads and writes; it also keeps files of other sizes.
+        most_bytes: bound on the size of all files.
         max_age: seconds after which a file is removed.
         clock: seconds since 1970.
 
     Raises:
-        OSError: the folder cannot be made or read, is another user's, another process uses it, or no block fits.
+        OSError: the folder cannot be created or read, belongs to another user or is in use, or not even one block fits.
     """
 
     def __init__(self, folder: Path, block_bytes: int, most_bytes: int, max_age: float,
@@ -111,7 +111,7 @@ class DiskStore:
         self.num_damaged = 0
         self._folder, self._most, self._max_age, self._clock = folder, most_bytes, max_age, clock
         self._lock = threading.Lock()
-        self._files: OrderedDict[bytes, _File] = OrderedDict()  # the one used longest ago first
+        self._files: OrderedDict[bytes, _File] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -125,7 +125,7 @@ class DiskStore:
             raise
 
     def _list(self) -> None:
-        """Read the names of all files; remove what killed processes have left, and what is too old."""
+        """Read the names of all files; remove unfinished files of killed processes, and files that are too old."""
         found: list[tuple[float, bytes, _File]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -141,7 +141,7 @@ class DiskStore:
         self._make_room(0)
 
     def close(self) -> None:
-        """Let another process use the folder."""
+        """Release the folder for other processes."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -155,19 +155,19 @@ class DiskStore:
         return len(self._files)
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a file of `key` that is not too old."""
+        """Whether there is a file for `key` that is not too old."""
         file = self._files.get(key)
         return file is not None and not self._is_old(file)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Count a prompt's blocks as used now, so that its first ones are removed last."""
+        """Mark a prompt's blocks as used now; its first blocks are removed last."""
         with self._lock:
             for key in reversed(keys):
                 if key in self._files:
                     self._files.move_to_end(key)
 
     def read(self, key: bytes, buffer: bytearray) -> bool:
-        """Read a block into `buffer` behind its header; False: there is no such file, or it is damaged and removed.
+        """Read a file into `buffer`, header and block; False if it is missing, or was damaged and has been removed.
 
         Args:
             buffer: `HEADER.size + block_bytes` long.
@@ -207,7 +207,7 @@ class DiskStore:
         return HEADER.unpack_from(buffer) == expected
 
     def write(self, key: bytes, owner: str, buffer: bytearray) -> None:
-        """Write the block that `buffer` has behind room for a header.  Raises OSError."""
+        """Write the block in `buffer`, which begins with room for a header.  Raises OSError."""
         HEADER.pack_into(buffer, 0, MAGIC, self.block_bytes, key, hashlib.sha256(
             memoryview(buffer)[HEADER.size:]).digest())
         self._make_room(_on_disk(len(buffer)))
@@ -237,9 +237,9 @@ class DiskStore:
                 self._remove(key)
 
     def remove_all(self, owner: str | None = None) -> int:
-        """Remove the files of an owner, or all.  Returns how many there were.
+        """Remove the files of an owner, or all.  Returns their number.
 
-        From the call's beginning on none of them is found; when it returns, none is on disk.
+        They are no longer found as soon as the call begins, and no longer on disk when it returns.
         """
         with self._lock:
             names = [_name(key, file.owner) for key, file in self._files.items() if owner in (None, file.owner)]
@@ -272,15 +272,15 @@ class DiskStore:
         self._unlink(_name(key, file.owner))
 
     def _unlink(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # it is gone, or the disk is read-only
+        with contextlib.suppress(OSError):  # it is already gone, or the disk is read-only
             os.unlink(self._folder / name)
 
     def _is_old(self, file: _File) -> bool:
-        return abs(self._clock() - file.written) > self._max_age  # a clock that was wrong keeps nothing for ever
+        return abs(self._clock() - file.written) > self._max_age  # also in the future, after the clock was wrong
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a store.  Raises OSError: it cannot be made, or other users may enter or change it."""
+    """Create the folder of a store.  Raises OSError: it cannot be created, or other users may enter or change it."""
     files.make_private(folder)
     if why := files.folder_objection(folder):
         raise OSError(errno.EPERM, f"{why}: its files are prompts")
@@ -289,10 +289,10 @@ def make_folder(folder: Path) -> None:
 
 
 def tenant_secret(folder: Path) -> bytes:
-    """The secret under which a server names its tenants, so that their names are the same after a restart.
+    """Returns the secret that keys tenants' names, created at first use, so that names survive a restart.
 
     Raises:
-        OSError: the folder cannot be made, is open to other users, or its secret cannot be read or written.
+        OSError: the folder cannot be created or is open to other users, or its secret cannot be read or written.
     """
     make_folder(folder)
     path = folder / SECRET
@@ -315,7 +315,7 @@ def _on_disk(size: int) -> int:
 
 
 class ContentKeys:
-    """Content keys of blocks: the same in every process in which the same tokens have the same bytes.
+    """Content keys of blocks; processes agree on a key if the same tokens give the same bytes in both.
 
     Args:
         identity: all that determines a block's bytes except salt and tokens.
@@ -325,18 +325,18 @@ class ContentKeys:
         self._identity = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
 
     def root(self, salt: str, adapter: str = "") -> bytes:
-        """The key before the first block of prompts with a salt and an adapter, by its digest."""
+        """Returns the key before the first block; `adapter` is the digest of the adapter's files."""
         return hashlib.blake2b(
             self._identity + repr((adapter, salt)).encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
 
     @staticmethod
     def after(before: bytes, tokens: Sequence[int]) -> bytes:
-        """The key of the block with `tokens` behind the one with the key `before`."""
+        """Returns the key of the block with `tokens` that follows the block with the key `before`."""
         return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=KEY_BYTES).digest()
 
 
 def owner_of(salt: str) -> str:
-    """The owner of a salt, as in names of files: a tenant's salts begin with its name (`api/generate/generate.py`)."""
+    """Returns the owner part of a file's name: a tenant's salts begin with its name (`api/generate/generate.py`)."""
     return hashlib.blake2b(salt.partition(":")[0].encode(errors="surrogatepass"), digest_size=OWNER_BYTES).hexdigest()
 
 
@@ -351,19 +351,19 @@ class _Pending:
         self.key = key
         self.owner = owner
         self.is_stale = False  # set by the engine's thread
-        self.is_done = False  # set by the writer: written, or not to be
+        self.is_done = False  # set by the writer: it was written, or will not be
 
 
 class _Reading:
-    """A request whose blocks are read; `seconds` is what computing them is predicted to take."""
+    """A request whose blocks are read; computing them instead is predicted to take `seconds`."""
 
     def __init__(self, request_id: int, keys: Sequence[bytes], seconds: float) -> None:
         self.request_id = request_id
-        self.keys = keys  # of its first blocks, up to the last one that is to be read
+        self.keys = keys  # of its first blocks, including those that are in memory already
         self.seconds = seconds
         self.num_bytes = 0
         self.num_arrived = 0  # blocks of the prompt
-        self.blocks: Sequence[int] = ()  # of the cache, for its first blocks
+        self.blocks: Sequence[int] = ()  # cache blocks that its first blocks are read into
         self.is_cancelled = False
         self.is_over = False  # nothing more will be read
         self.began = 0.0  # seconds, monotonic
@@ -375,7 +375,7 @@ class DiskLink(KVLink):
     Args:
         identity: all that determines a block's bytes except salt and tokens.
         place: called by each thread that copies blocks, before it begins.
-        digest_of: returns a digest of what an adapter's files hold, by its number; "": it is not known.
+        digest_of: returns the digest of an adapter's files by its number; "" if the adapter is unknown.
     """
 
     def __init__(self, store: DiskStore, blocks: Blocks, scheduler: Scheduler, identity: str,
@@ -386,20 +386,20 @@ class DiskLink(KVLink):
         self._prefix = scheduler.kv.prefix
         self._new: list[Entry] = []
         self._prefix.new_entries = self._new
-        self._pending: list[_Pending] = []  # that the writer may not have copied
+        self._pending: list[_Pending] = []  # which the writer may not have copied yet
         self._to_write: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._found: list[PrefixOnDisk] = []
-        self._waiting: dict[int, _Reading] = {}  # by request, until they begin
+        self._waiting: dict[int, _Reading] = {}  # by request, until their reads begin
         self._reading: dict[int, _Reading] = {}  # by request
         self._to_read: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
-        self._num_queued = 0  # bytes that are to be read
+        self._num_queued = 0  # bytes of all reads that have not ended
         self._arrivals: dict[int, ReceivedBlocks] = {}
-        self._lock = threading.Lock()  # of arrivals, and of what is written to the cache
-        self._writing = threading.Lock()  # of what is written to files
-        self._dead: set[str] = set()  # salts of prompts that were removed
+        self._lock = threading.Lock()  # guards arrivals, and writes to the cache
+        self._writing = threading.Lock()  # held while a file is written
+        self._dead: set[str] = set()  # salts whose prompts were removed: their blocks are not written any more
         self._counted = DiskNews()
         self._num_written = self._num_read = self._num_dropped = self._num_failed = 0
-        self._seconds_per_byte, self._measured = 1 / UNTIMED_RATE, 0.0
+        self._seconds_per_byte, self._measured = 1 / ASSUMED_RATE, 0.0
         self._warning = ThrottledWarning(logger)
         self._is_closed = False
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in (
@@ -410,7 +410,7 @@ class DiskLink(KVLink):
     # -- new requests --------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """A new request: look up which of its blocks are on disk."""
+        """Look up which blocks of a new request are on disk."""
         num_full = (len(request.tokens) - 1) // self._scheduler.limits.block_size
         if request.kv is not None or request.computes_whole_prompt or not num_full or not len(self._store):
             return
@@ -435,7 +435,7 @@ class DiskLink(KVLink):
             request.request_id, len(keys), min(MOST_WAIT, max(LEAST_WAIT, seconds))))
 
     def _seconds_to_compute(self, first: int, end: int) -> float:
-        """Predicted seconds for computing blocks alone; infinite while the step-time model is untrained."""
+        """Predicted seconds to compute blocks in steps of their own; infinite while the model of times is untrained."""
         times, limits = self._scheduler.times, self._scheduler.limits
         if not times.is_trained:
             return float("inf")
@@ -448,13 +448,13 @@ class DiskLink(KVLink):
 
     def _seconds_to_read(self, num_blocks: int) -> float:
         rate = self._seconds_per_byte
-        if time.monotonic() - self._measured > REMEASURED:
-            rate = min(rate, 1 / UNTIMED_RATE)
+        if time.monotonic() - self._measured > RATE_EXPIRY:
+            rate = min(rate, 1 / ASSUMED_RATE)
         seconds = (self._num_queued + num_blocks * self._blocks.block_bytes) * rate
         if not (running := self._scheduler.running):
-            return HANDING_OVER + seconds
+            return START_DELAY + seconds
         step = work_of([request.num_computed for request in running.values()], [1] * len(running))
-        return self._scheduler.times.seconds(step) + seconds * (1 + REST)  # the read begins behind the next step
+        return self._scheduler.times.seconds(step) + seconds * (1 + REST)  # the read begins after the next step
 
     @property
     def has_news(self) -> bool:
@@ -480,12 +480,12 @@ class DiskLink(KVLink):
     # -- between a plan and its execution, and after it ----------------------------------------------------------
 
     def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
-        """Cancel reads for requests that wait no more; queue new blocks, and drop those that are overwritten."""
+        """Cancel reads of requests that no longer wait, drop blocks that will be overwritten, and queue new ones."""
         if self._reading:
             waiting = {request.request_id for request in transfers.receiving()}
             for request_id in [name for name in self._reading if name not in waiting]:
                 reading = self._cancel(request_id)
-                if not reading.is_over and request_id in self._scheduler.unfinished:  # late: the disk does not answer
+                if not reading.is_over and request_id in self._scheduler.unfinished:  # it timed out
                     self._measured = time.monotonic()
                     self._seconds_per_byte = (self._measured - reading.began) / reading.num_bytes
         if self._waiting:
@@ -522,7 +522,7 @@ class DiskLink(KVLink):
         self._new.clear()
 
     def _key_of(self, entry: Entry) -> bytes:
-        """The content key of an entry; b"" if its predecessor is forgotten and had none."""
+        """Returns the content key of an entry; b"" if it cannot be known because an entry before it is gone."""
         chain: list[Entry] = []
         above: Entry | None = entry
         while above is not None and not above.content_key:
@@ -538,13 +538,13 @@ class DiskLink(KVLink):
         return key
 
     def _root(self, text: str) -> bytes:
-        """The content key before the first block of a namespace; b"": its adapter is not known."""
+        """Returns the content key before the first block of a namespace; b"" if its adapter is unknown."""
         _, adapter, salt = Namespace.of(text)
         digest = self._digest_of(adapter) if adapter else ""
         return b"" if adapter and not digest else self._keys.root(salt, digest)
 
     def begin(self, transfers: KVTransfers) -> None:
-        """Read the blocks of requests that have got theirs."""
+        """Begin to read for requests that have been given blocks."""
         if not self._waiting:
             return
         for request in transfers.receiving():
@@ -577,9 +577,9 @@ class DiskLink(KVLink):
         self._pending = []
 
     def remove(self, tenant: str | None = None) -> Callable[[], int]:
-        """Find no block of a tenant's prompts any more, or none at all, those of unfinished requests included.
+        """Stop writing blocks of a tenant's prompts, or of all, including those of unfinished requests.
 
-        Returns what removes their files, on any thread, and says how many there were.
+        Returns a function that removes their files, on any thread, and returns their number.
         """
         owner = None if tenant is None else owner_of(tenant)
         known = {*self._prefix.salts, *[one.block_hashes.salt for one in self._scheduler.requests()]}
@@ -590,14 +590,14 @@ class DiskLink(KVLink):
                 one.is_stale = True
 
         def remove_files() -> int:
-            with self._writing:  # what is being written is in the index now; what was marked will not be written
+            with self._writing:  # a file in progress is in the index after this, and marked blocks are not written
                 pass
             return self._store.remove_all(owner)
 
         return remove_files
 
     def close(self) -> None:
-        """End the threads, which refer to the cache, and let others use the folder."""
+        """End the threads, which refer to the cache, and release the folder."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -608,7 +608,7 @@ class DiskLink(KVLink):
         self._to_write.put(None)
         self._to_read.put(None)
         for thread in self._threads:
-            thread.join(CLOSING)
+            thread.join(JOIN_TIMEOUT)
         self._store.close()
 
     # -- the writer ----------------------------------------------------------------------------------------------
@@ -618,18 +618,18 @@ class DiskLink(KVLink):
         go_last()
         _set_idle_io()
         buffer = bytearray(HEADER.size + self._blocks.block_bytes)
-        looked, failures, paused_until = time.monotonic(), 0, 0.0
+        expired_at, failures, paused_until = time.monotonic(), 0, 0.0
         while not self._is_closed:
             try:
-                one = self._to_write.get(timeout=EXPIRY)
+                one = self._to_write.get(timeout=EXPIRY_INTERVAL)
             except queue.Empty:
                 one = None
-            if time.monotonic() - looked > EXPIRY:
+            if time.monotonic() - expired_at > EXPIRY_INTERVAL:
                 self._store.expire()
-                looked = time.monotonic()
+                expired_at = time.monotonic()
             if one is None or one.is_stale:
                 continue
-            if self._store.has(one.key):  # of another request with the same prompt
+            if self._store.has(one.key):  # another request with the same prompt wrote it
                 one.is_done = True
                 continue
             began = time.thread_time()
@@ -650,7 +650,7 @@ class DiskLink(KVLink):
                 paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
                 self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
             is_behind = self._to_write.qsize() > MAX_PENDING // 2
-            self._rest((time.thread_time() - began) / (HASTE if is_behind else 1))
+            self._rest((time.thread_time() - began) / (CATCH_UP if is_behind else 1))
 
     def _rest(self, worked: float) -> None:
         if self._scheduler.running:
@@ -667,7 +667,7 @@ class DiskLink(KVLink):
                 self._read_all(reading, buffer)
 
     def _read_all(self, reading: _Reading, buffer: bytearray) -> None:
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         spent, first, failure = 0.0, reading.num_arrived, ""
         for index in range(first, len(reading.keys)):
             at, worked = time.monotonic(), time.thread_time()
@@ -683,20 +683,20 @@ class DiskLink(KVLink):
             now = time.monotonic()
             spent += now - at
             left = (len(reading.keys) - index - 1) * spent / (index + 1 - first)
-            if left and now - began + left > max(TOLD, reading.seconds):
+            if left and now - began + left > max(REPORT_INTERVAL, reading.seconds):
                 failure = "it is slower than predicted"
                 break
             self._rest(time.thread_time() - worked)
-            if now - told > TOLD:
-                self._tell(reading, is_last=False)
-                told = now
+            if now - reported > REPORT_INTERVAL:
+                self._report(reading, is_last=False)
+                reported = now
         if reading.num_arrived > first:
             rate = spent / ((reading.num_arrived - first) * self._blocks.block_bytes)
             self._seconds_per_byte = (self._seconds_per_byte + rate) / 2 if self._measured else rate
             self._measured = time.monotonic()
-        self._tell(reading, is_last=True, failure=failure)
+        self._report(reading, is_last=True, failure=failure)
 
-    def _tell(self, reading: _Reading, *, is_last: bool, failure: str = "") -> None:
+    def _report(self, reading: _Reading, *, is_last: bool, failure: str = "") -> None:
         with self._lock:
             reading.is_over |= is_last
             if not reading.is_cancelled:
@@ -704,12 +704,12 @@ class DiskLink(KVLink):
                     reading.request_id, reading.num_arrived, is_last, failure)
 
 
-IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # numbers of the system call
-THREAD, IDLE = 1, 3 << 13  # of whom the number 0 is the caller; a class of priorities
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system call numbers
+THREAD, IDLE = 1, 3 << 13  # ioprio_set's IOPRIO_WHO_PROCESS, where 0 is the calling thread, and IOPRIO_CLASS_IDLE
 
 
 def _set_idle_io() -> None:
-    """Let all other programs go before this thread at the disk, where the system has such a priority."""
+    """Give this thread the lowest I/O priority, on systems that have I/O priorities."""
     if sys.platform == "linux" and (number := IOPRIO_SET.get(platform.machine())) is not None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).syscall(number, THREAD, 0, IDLE)

@@ -21,7 +21,7 @@ from slotwise.core.transfer.wire import prompt_digest
 
 
 class News(NamedTuple):
-    """What other engines have sent and read, and what was found and read on disk."""
+    """Blocks that other engines have sent and read, and blocks found and read on disk."""
 
     arrivals: Sequence[ReceivedBlocks] = ()
     acknowledged: Sequence[str] = ()  # transfers
@@ -29,7 +29,7 @@ class News(NamedTuple):
 
 
 class KVLink(Protocol):
-    """Sends and receives blocks, or writes and reads files of them, beside the steps; the engine's thread calls it."""
+    """Moves blocks between engines, or to and from disk, while steps run; the engine's thread calls it."""
 
     @property
     def has_news(self) -> bool: ...
@@ -39,7 +39,7 @@ class KVLink(Protocol):
         ...
 
     def offer(self, request: Request) -> None:
-        """A new request: its blocks may have to be sent, or may be on disk."""
+        """Announces a new request, whose blocks may have to be sent, or may be on disk."""
         ...
 
     def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
@@ -55,9 +55,9 @@ class KVLink(Protocol):
         return
 
     def remove(self, tenant: str | None = None) -> Callable[[], int]:
-        """Find no stored block of a tenant's prompts any more, or none at all, and store none of unfinished requests.
+        """Stop storing blocks of a tenant's prompts, or of all, including those of unfinished requests.
 
-        Returns what removes them, on any thread, and says how many there were.
+        Returns a function that removes the stored ones, on any thread, and returns their number.
         """
         return lambda: 0
 

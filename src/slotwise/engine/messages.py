@@ -99,9 +99,9 @@ class GiveBack(Struct, tag="give_back"):
 
 
 class RemoveStored(Struct, tag="remove_stored"):
-    """Asks to remove blocks on disk: a tenant's, or all; nothing finds them from now on.
+    """Asks to remove the blocks on disk of a tenant, or all.
 
-    No command: what a request found on disk is in the records.
+    It is not a command, since the records contain what each request found on disk.
     """
 
     number: int  # repeated in the answer
@@ -109,7 +109,7 @@ class RemoveStored(Struct, tag="remove_stored"):
 
 
 class StoredRemoved(Struct, tag="stored_removed"):
-    """Answers a `RemoveStored` when no file is left; may arrive between the parts of a step."""
+    """Answers a `RemoveStored` after the last file is removed; may arrive between the parts of a step."""
 
     number: int
     num_blocks: int  # that were removed

@@ -52,7 +52,7 @@ class Sleep:
         self.level = 0  # 0: awake
         # Times that the cache was lost while the engine went on: requests find no prefixes of an earlier generation.
         self.cache_generation = 0
-        self._resets = Counter[str]()  # by tenant, beside those
+        self._resets = Counter[str]()  # by tenant, added to `cache_generation`
 
     @property
     def held_bytes(self) -> int:
@@ -64,7 +64,7 @@ class Sleep:
         return self.cache_generation + self._resets[tenant]
 
     def reset_cache(self, tenant: str | None) -> None:
-        """Lets no later request of a tenant, or none at all, find prefixes that are cached in memory now."""
+        """Hides the prefixes cached in memory now from later requests of a tenant, or of all tenants."""
         if tenant is None:
             self.cache_generation += 1
         else:

@@ -89,13 +89,13 @@ def check_format(line: bytes | str) -> None:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-FINE = 64  # pieces of a block each, with which a prompt begins
+FINE = 64  # pieces at the beginning of a prompt that have one block each
 
 
 def piece_ends(num_prompt: int, block_size: int) -> Iterator[int]:
-    """Yields where the pieces of a prompt end: at its first blocks, then at every second, every fourth, and so on.
+    """Yields where the pieces of a prompt end: at each of its first blocks, then at every second one, every fourth, ...
 
-    So what two prompts share is known to within a few percent of it, and a long prompt has few pieces.
+    So the length of a common prefix is known to within a few percent, and a long prompt has few pieces.
     """
     end, size = 0, block_size
     while True:

@@ -235,9 +235,8 @@ LABELED = {
 GAUGES = {
     "num_requests_running": "Requests with a slot.",
     "num_requests_waiting": "Requests that wait for a slot, preempted ones included.",
-    "num_requests_waiting_for_kv": "Requests whose blocks another engine computes, or the disk has, and that have not "
-                                   "arrived.",
-    "kv_disk_bytes": "Bytes that cache blocks take on disk, as of the last step; of all models.",
+    "num_requests_waiting_for_kv": "Requests that wait for blocks from another engine or from disk.",
+    "kv_disk_bytes": "Size of all cache blocks on disk in bytes, those of other models included, as of the last step.",
     "kv_pinned_blocks": "Blocks of ended requests that another engine still reads.",
     "kv_cache_usage_perc": "Share of cache blocks that requests reference, from 0 to 1.",
     "max_num_seqs": "Slots in use.",

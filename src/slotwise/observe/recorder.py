@@ -110,7 +110,7 @@ class Recorder(Observer):
     def _pieces(self, spec: RequestSpec) -> tuple[int, ...]:
         """Returns a digest of the prompt up to the end of each piece, under a key that no log contains.
 
-        Empty where no prompt is found again: a replay of the ring need not know which begin alike.
+        Empty without a prefix cache: a replay of the ring then need not know which prompts share a prefix.
         """
         if self._run is None or not self._run.limits.enable_prefix_caching:
             return ()

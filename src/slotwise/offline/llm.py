@@ -138,7 +138,7 @@ class OfflineEngine:
         return record
 
     def remove_stored(self) -> None:
-        """Removes the blocks that are on disk.  Raises RuntimeError at level 2 of a sleep: no engine can."""
+        """Removes all blocks on disk.  Raises RuntimeError during a sleep at level 2, when there is no engine."""
         if self._config.kv_disk is not None:
             if self._engine is None:
                 raise RuntimeError("blocks on disk cannot be removed while the model is asleep: call wake_up()")

@@ -95,9 +95,9 @@ def _dead_end(matcher: Any, tokenizer: Any, kind: str, text: str, ends: float) -
     return ""
 
 
-@lru_cache(maxsize=1024)  # the same few masks come again and again, within a grammar and among grammars
+@lru_cache(maxsize=1024)  # a few masks recur, within a grammar and across grammars
 def _allowed(mask: bytes, end: int) -> tuple[list[int], list[int]]:
-    """The tokens up to `end` whose bits a mask has set, and the usual ones of them, both in order."""
+    """The tokens up to `end` whose bits are set in a mask, and those of them that are in USUAL, both in order."""
     bits = int.from_bytes(mask, "little")
     allowed = [token for token in range(end + 1) if bits >> token & 1]
     return allowed, [token for token in allowed if token in USUAL]

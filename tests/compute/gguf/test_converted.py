@@ -1,4 +1,4 @@
-"""Files that llama.cpp's own converter wrote compute what `transformers` computes of their checkpoints."""
+"""Files that llama.cpp's own converter wrote give the logits that `transformers` computes from their checkpoints."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ async def load_model(clients: ServerClients, engine: ServedEngine, exchange: Htt
 
 @about(takes_body=False)
 async def reset_prefix_cache(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
-    """Forget cached prompts, in memory and on disk: a key's own; all of them with the only key or the admin key."""
+    """Forget the key's cached prompts, in memory and on disk; with the admin key, or without keys, all prompts."""
     await _no_fields(clients, exchange)
     _query(exchange)
     sleep, tenant = _sleep_of(engine), clients.keys.scope_of(exchange.tenant)

@@ -211,10 +211,10 @@ async def _message(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRe
 async def _num_up_to_breakpoint(
     api: Api, exchange: HttpExchange, request: MessagesRequest, prompt: Sequence[int],
 ) -> int:
-    """Tokens of a prompt up to its last part with a cache_control.
+    """Number of tokens of a prompt up to the end of its last part with a cache_control.
 
-    They are those with which the prompt without later parts begins, too.  All of them, if the template refuses that
-    prompt: hints are never refused.
+    That is the length of the common prefix with a prompt from which later parts were removed.  If the template refuses
+    the shorter prompt, all tokens count: a hint never fails a request.
     """
     if (marked := up_to_breakpoint(request)) is request:
         return len(prompt)

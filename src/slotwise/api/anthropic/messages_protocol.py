@@ -40,7 +40,7 @@ TIERS = {"standard_only": "default"}  # Anthropic's names of tiers, and OpenAI's
 
 MAX_SESSION = 512  # characters of a user_id that name the session, too, as those of Claude Code do
 LONG: Literal["1h"] = "1h"  # a `ttl` of cache_control; any other is the default, 5m
-NEXT: list[Json] = [{"role": "user", "content": "."}]  # stands for the messages behind a breakpoint
+NEXT: list[Json] = [{"role": "user", "content": "."}]  # replaces the messages after a breakpoint
 
 TOOL = ("type", "name", "description", "input_schema", "strict")  # keys of a tool
 NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
@@ -180,10 +180,10 @@ def cache_control_of(request: CountTokensRequest) -> Literal["5m", "1h"] | None:
 
 
 def up_to_breakpoint(request: CountTokensRequest) -> CountTokensRequest:
-    """The request without what follows its last part with a cache_control; itself, if that is the prompt's end.
+    """Returns the request cut after its last part with a cache_control, or `request` if nothing follows that part.
 
-    A prompt is its tools, its system message and its messages, in this order.  What is left ends with a short message
-    of the user's, if it had none of the user's at its end: the two prompts begin alike up to there.
+    A prompt consists of tools, system message and messages, in this order.  A cut request that does not end with a user
+    message gets a short one, so that the template accepts it; up to there both prompts are the same.
     """
     if request.cache_control:
         return request
@@ -203,7 +203,7 @@ def up_to_breakpoint(request: CountTokensRequest) -> CountTokensRequest:
 
 
 def _num_up_to_mark(parts: object) -> int | None:
-    """How many parts there are up to the last one with a cache_control; None: no part has one."""
+    """Number of parts up to the last one with a cache_control; None if no part has one."""
     marked = [number for number, part in enumerate(parts, 1) if _is_marked(part)] if isinstance(parts, list) else []
     return marked[-1] if marked else None
 

@@ -28,9 +28,9 @@ def key_of(text: str) -> str:
 class ApiKeys:
     """The keys that grant access; without any, access is open.
 
-    A key is stored as a digest under a secret: that of this process, unless blocks on disk outlive it.  Digests are all
-    of one length, and a given key is compared with every one of them, so that the time it takes reveals nothing about a
-    key.
+    A key is stored as a digest under a secret: one of this process, or with blocks on disk one that outlives it.  All
+    digests have the same length, and a given key is compared with every one of them, so that the time it takes reveals
+    nothing about a key.
     """
 
     def __init__(self, keys: Sequence[str], admin_key: str = "", secret: bytes = b"") -> None:

@@ -234,7 +234,7 @@ class ServerSettings:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
     pooling_defaults: PoolingDefaults = field(default_factory=PoolingDefaults)  # of vectors without parameters
     kv_transfer_secret: str = field(default="", repr=False)  # opens `kv_transfer_params`; empty: nothing does
-    tenant_secret: bytes = field(default=b"", repr=False)  # under which tenants are named; empty: that of this process
+    tenant_secret: bytes = field(default=b"", repr=False)  # keys the digests that name tenants; empty: a random one
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -174,7 +174,7 @@ class CheckedKernels:
         self._check(f"{name}: residual", residual, x.shape, (x.dtype, self._kernels.wide_kind(x.dtype)))
 
     def _normed_kinds(self, x: Tensor) -> tuple[torch.dtype, ...]:
-        """The types of weights and results of norms of `x`: its own, or where it is a stream, the model's."""
+        """The types that weights and results of norms of `x` may have: its own; the model's, if `x` is the stream."""
         return tuple([kind for kind in self._kernels.kinds if x.dtype in (kind, self._kernels.wide_kind(kind))])
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -920,7 +920,7 @@ class Kernels(StateKernels, LatentKernels, Protocol):
     def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
         """LayerNorm over the last dimension of `x [tokens, hidden]`, or of `residual += x`, in place, as stored.
 
-        Types are those of RMS norms; a norm of the residual stream has a weight or a bias.
+        Types are those of `rms_norm` and `add_rms_norm`; a norm of the residual stream must have a weight or a bias.
         """
         ...
 

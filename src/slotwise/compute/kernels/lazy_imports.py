@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-# Shape functions for torch's compiler, exported programs, distributions and quantization of torch's own, which the
-# engine never calls: two fifths of torch's import time.
+# Shape functions for torch's compiler, torch.export, distributions and torch's own quantization, which the engine never
+# calls: two fifths of torch's import time.
 UNUSED = ("torch._meta_registrations", "torch.export", "torch.distributions", "torch.quantization")
 
 
@@ -50,14 +50,14 @@ def _execute(module: _LazyModule) -> None:
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Executes a lazy package before a module within it is imported, and finds the modules that it has imported."""
+    """Executes a lazy package before a module within it is imported, and returns modules that this has imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package = sys.modules.get(name.rpartition(".")[0])
         if not isinstance(package, _LazyModule):
             return None
         _execute(package)
-        # Python would execute a module again that it finds here now; it puts back what `create_module` returns.
+        # If the package has imported the module, Python must not execute it again: `create_module` returns it.
         found = sys.modules.pop(name, None)
         return ModuleSpec(name, self, loader_state=(found, found.__spec__)) if found is not None else None
 

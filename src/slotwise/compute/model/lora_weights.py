@@ -298,7 +298,7 @@ class LoraWeights:
             self._loaded[number] = content_digest(folder)
 
     def digest(self, number: int) -> str:
-        """Returns a digest of all that the files of a loaded adapter hold; "" for any other."""
+        """Returns a digest of the files of a loaded adapter; "" if the adapter is not loaded."""
         return self._loaded.get(number, "")
 
     def unload(self, number: int) -> None:

@@ -209,8 +209,8 @@ class RecurrentConfig:
     shape: StateShape
     layers: tuple[bool, ...]  # whether each layer has one in place of attention
     beside: tuple[bool, ...] = ()  # whether each layer has one next to attention; (): no layer has
-    is_interleaved: bool = False  # as `layers/gated_delta.py` says, which explains the next one, too
-    has_tiled_values: bool = False
+    is_interleaved: bool = False  # see `layers/gated_delta.py`
+    has_tiled_values: bool = False  # see `layers/gated_delta.py`
     has_bias: bool = False  # in the layer's products
     has_convolution_bias: bool = False
     eps: float = 0.0  # of the norm behind the rule; 0: that of other norms

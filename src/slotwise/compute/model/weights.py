@@ -37,7 +37,7 @@ COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
 BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".attn.causal_mask", ".self_attn.slope_rate", ".self_attn.query_decay", ".self_attn.key_decay",
            ".self_attn.diagonal_decay")
-"""How the names of tensors in checkpoints end that follow from the config: frequencies, causal masks and decays."""
+"""Endings of the names of tensors that the config determines: frequencies, causal masks and decays."""
 _NAMED = 3  # tensors named in an error before "and n more"
 
 

@@ -1,10 +1,10 @@
 """What an event log says for a simulation: the server's setup, its traffic, and what was measured.
 
 The step-time model goes on learning from the log's steps.  A log in a file holds prompts and outputs, so prefixes are
-shared as they were, and drafts from texts are found again.  A server's ring has digests of prompts' pieces, so these
-are shared up to a piece, and a prompt that continues another is taken to repeat its output; a stream has neither.  A
-draft model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the outputs are
-known.
+shared as they were, and drafts from texts are found again.  A server's ring has digests of prompts' pieces, so prefixes
+are shared to the end of a piece, and a prompt that continues another one is assumed to repeat its output; a stream has
+neither.  A draft model has the acceptance rate and the time per pass of the log.  Grammars are left out: the outputs
+are known.
 """
 
 from __future__ import annotations
@@ -202,25 +202,25 @@ class _Reader:
 
 
 class _Prompts:
-    """Token ids of prompts that are known by digests of their pieces: equal for equal pieces, else no other prompt's.
+    """Invents token ids for prompts known by digests of pieces: equal pieces get equal tokens, others different ones.
 
-    A prompt that begins with all pieces of an earlier one is taken to continue it: it repeats the rest of that prompt,
+    A prompt that begins with all pieces of an earlier one is assumed to continue it: it repeats the rest of that prompt
     and its output.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tokens: dict[int, tuple[int, ...]] = {}  # by digest, of the piece that it ends
-        self._latest: dict[int, tuple[int, int]] = {}  # by digest of its last piece: a request, and the tokens behind
+        self._tokens: dict[int, tuple[int, ...]] = {}  # of a piece, by the digest at its end
+        self._latest: dict[int, tuple[int, int]] = {}  # a request and its rest, by its last piece's digest
 
     def tokens(self, entry: event_log.RequestEntry, outputs: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
         """Returns the token ids of a request's prompt.
 
         Args:
-            outputs: of the requests before, as far as they are known.
+            outputs: known output tokens of earlier requests.
         """
         found: list[int] = []
-        before, num_rest, behind = -1, 0, 0  # the latest request that it continues, and tokens since its last piece
+        before, num_rest, behind = -1, 0, 0  # the latest request that it continues, and tokens after its last piece
         ends = event_log.piece_ends(entry.num_prompt, self._block_size)
         for piece, end in zip(entry.pieces, ends, strict=False):
             size = end - len(found)

@@ -36,7 +36,7 @@ MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
 EVERY = "*"  # all sessions
 NO_RETENTION: Mapping[str, float] = MappingProxyType({})
-ANY_NUMBER = 1 << 40  # of requests and of prompt tokens that wait
+ANY_NUMBER = 1 << 40  # bound on waiting requests and on their prompt tokens: more than any log has
 RELIABLE = 0.3  # the largest error of a replay at which its figures stand without a warning
 READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
@@ -67,7 +67,7 @@ def what_if(
     if recording.receives:
         raise ValueError("prompts of this log were computed by other engines, or read from disk: a replay does not "
                          "know when they arrive")
-    if not recording.num_refused:  # by bounds that a log does not name, the server accepted all of them
+    if not recording.num_refused:  # the log does not name the queue's bounds, but the server accepted every request
         setup = replace(setup, max_queued=(ANY_NUMBER, ANY_NUMBER))
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
     if retain and changed.limits.eviction_policy not in OBEYING:

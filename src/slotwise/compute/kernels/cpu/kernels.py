@@ -186,7 +186,7 @@ class CpuKernels:
         return self.packing.head(weight, bias)
 
     def wide_kind(self, kind: torch.dtype) -> torch.dtype:
-        """float32: in bfloat16 logits of 16 and more would be multiples of an eighth, and often equal."""
+        """float32: bfloat16 logits from 16 on would be multiples of an eighth, and often equal."""
         return torch.float32
 
     def convert(self, x: Tensor, kind: torch.dtype) -> Tensor:

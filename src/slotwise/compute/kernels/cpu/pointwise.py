@@ -99,7 +99,7 @@ def _add_to_stream(words: int, token: int, kind: Real, stream: Real) -> int:
 
 @kernel
 def _convert(words: int, kind: Real, made: Real) -> None:
-    """Numbers of `kind` as numbers of the kind `made`."""
+    """Convert numbers of type `kind` to type `made`."""
     size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
     token = fetch_add(words, 1)
     while token < tokens:
@@ -114,7 +114,7 @@ def _convert(words: int, kind: Real, made: Real) -> None:
 def _norm(words: int, kind: Real, stream: Real) -> None:
     """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address.
 
-    What is normed is of the kind `stream`, weights and results are of `kind`, and so is `x` where it is added.
+    The normed numbers have the type `stream`; weights and results have the type `kind`, and so has an added `x`.
     """
     size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
@@ -133,7 +133,7 @@ def _norm(words: int, kind: Real, stream: Real) -> None:
 def _layer_norm(words: int, kind: Real, stream: Real) -> None:
     """LayerNorm of `x`, or of `residual += x` where `RESIDUAL` is an address; of ones and zeros without addresses.
 
-    Kinds are those of `_norm`.
+    Types are those of `_norm`.
     """
     size, weight, bias = load(words, SIZE, INT64), load(words, WEIGHT, INT64), load(words, BIAS, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)

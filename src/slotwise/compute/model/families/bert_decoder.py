@@ -4,8 +4,8 @@ token attends to earlier ones, and hidden states pass a product and a norm befor
     h = norm(h + attention(h)),  h = norm(h + down(gelu(up(h))))
     logits = head(norm(gelu(dense(h)))) + bias
 
-Megatron-BERT (Shoeybi et al., 2019) norms what attention and MLP read, as GPT-2; so does XLM-R XL (Goyal et al.,
-2021).  RoBERTa (Liu et al., 2019) and what follows it have a table of positions that begins behind that of the padding.
+Megatron-BERT (Shoeybi et al., 2019) and XLM-R XL (Goyal et al., 2021) norm the inputs of attention and MLP, as GPT-2
+does.  In RoBERTa (Liu et al., 2019) and its descendants, the first position is the row after that of the padding token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ XL = replace(MEGATRON, parts=BERT.parts._replace(attention_norm="attention.self_
 
 
 def configure_roberta(fields: Fields, options: DecoderOptions = BERT) -> ModelConfig:
-    """Positions are counted from behind the padding's."""
+    """Positions start in the row after that of the padding token."""
     offset = fields.integer("pad_token_id", default=1, minimum=0) + 1
     places = fields.integer("max_position_embeddings", default=512)
     if places <= offset:

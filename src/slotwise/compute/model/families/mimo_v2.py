@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash (Xiaomi, 2025): Llama with values smaller than keys, of which a third turns, with windows, sinks and
-more heads of keys in most layers, and DeepSeek-V3's experts behind the first layer.
+"""MiMo-V2-Flash (Xiaomi, 2025): Llama with values smaller than keys and a third of each head rotated; most layers have
+windows, sinks and more key heads, and layers after the first have DeepSeek-V3's experts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ THETAS = {FULL: 5_000_000.0, SLIDING: 10_000.0}
 
 @dataclass(frozen=True, slots=True)
 class MiMoConfig:
-    """What only this family has."""
+    """Options that only this family has."""
 
     value_dim: int
     value_scale: float
@@ -43,7 +43,7 @@ class MiMoConfig:
 
 
 def configure(fields: Fields) -> ModelConfig:
-    """Also of published files, which name layers and rotary embeddings in another way than `transformers`."""
+    """Also accepts published configs, which have other fields for layers and rotary embeddings than `transformers`."""
     fields = _as_in_transformers(fields).with_defaults(head_dim=HEAD_DIM)
     num_layers, head_dim = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("head_dim")
     kinds = fields.texts("layer_types") if fields.has("layer_types") else [
@@ -68,7 +68,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def _as_in_transformers(fields: Fields) -> Fields:
-    """The fields of published files under the names of `transformers`."""
+    """Renames the fields of published configs as in `transformers`."""
     pattern, frequency = "hybrid_layer_pattern", "moe_layer_freq"
     found = fields.renamed({"layernorm_epsilon": "rms_norm_eps"}) if fields.has("layernorm_epsilon") else fields
     if found.has(pattern) and not found.has("layer_types"):

@@ -1,11 +1,11 @@
-"""MiniMax-Text-01 (MiniMax, 2025): in most layers linear attention with a fixed decay for each head, in the others
-Llama's, and Mixtral's experts; sums are weighted, and it is normed states that they add to.
+"""MiniMax-Text-01 (MiniMax, 2025): in most layers linear attention with a fixed decay per head, in the others Llama's
+attention; Mixtral's experts.  Residual sums are weighted, and add to the normed states.
 
     h = a * norm(h) + b * attention(norm(h)),  h = a * norm(h) + b * experts(norm(h))
 
 Linear attention ("lightning attention", Qin et al., 2024) is Mamba-2's rule with steps of 1: queries are its C, keys
-its B, and the decay of a head is that of its rate.  Its results are gated by a sigmoid and not by SiLU; so the kernel's
-gate is a constant, by whose SiLU the weights of the norm behind the rule are divided.
+its B, and the rate of a head is its decay.  Its results are gated by a sigmoid, where the kernel gates by SiLU.  So the
+kernel gets a constant gate, and the weights of the norm after the rule are divided by the SiLU of that constant.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from slotwise.compute.model.model_config import (
 )
 from slotwise.compute.model.network import DecoderLayer, Network, TokenMixer, read_experts, read_network
 
-CONSTANT = 1.28125  # a gate: a number of each type of hidden states
-NORM_EPS = 1e-6  # behind the rule
+CONSTANT = 1.28125  # the gate, which every type of hidden states represents exactly
+NORM_EPS = 1e-6  # of the norm after the rule
 
 
 @dataclass(frozen=True, slots=True)
 class MiniMaxConfig:
-    """The factors of hidden states and of what is added to them, behind each kind of part."""
+    """The factors of hidden states and of the addend, for each kind of sublayer."""
 
     full: tuple[float, float]
     linear: tuple[float, float]
@@ -91,14 +91,14 @@ class LightningAttention:
         refuse_ranks(source, "a recurrent state")
         self.shape = shape
         self._kernels, values = source.kernels, shape.values
-        heads = torch.arange(3 * values).view(shape.num_heads, 3, -1)  # of each its queries, keys and values
+        heads = torch.arange(3 * values).view(shape.num_heads, 3, -1)  # of each head, queries, keys and values
         order = torch.cat([heads[:, part].flatten() for part in (2, 1, 0)])
         self._qkv = Linear(source, {f"{name}.qkv_proj": 3 * values}, hidden_size, order=order)
         self._gate = Linear(source, {f"{name}.output_gate": values}, hidden_size)
         self.output = Linear(source, {f"{name}.out_proj": hidden_size}, values)
         norm = source.tensor({f"{name}.norm.weight": (values,)}).float()
         device, count = norm.device, shape.num_heads
-        taps = torch.tensor([0.0, 1.0])[:, None].expand(2, shape.channels).contiguous()  # which change nothing
+        taps = torch.tensor([0.0, 1.0])[:, None].expand(2, shape.channels).contiguous()  # an identity
         self._weights = StateSpaceWeights(
             ConvolutionWeights(taps.to(device), None), decays.to(device), torch.ones(count, device=device),
             torch.zeros(count, device=device), norm * (1 + math.exp(-CONSTANT)) / CONSTANT, eps)
@@ -110,7 +110,7 @@ class LightningAttention:
         return self.output(step.kept(self._kernels.sigmoid_mul(gate, self.store(x, step))))
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Advance the rows' states; returns what they yield, normed, `[tokens, values]`."""
+        """Advance the rows' states; returns the normed results `[tokens, values]`."""
         mixed = self._kernels.rowwise(self._between_constants, self._qkv(x))
 
         def advance(mixed: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
@@ -119,7 +119,7 @@ class LightningAttention:
         return advanced(step, mixed, advance)
 
     def _between_constants(self, qkv: Tensor) -> Tensor:
-        """Values, keys and queries behind a gate and before a step, which are the same for all tokens."""
+        """Adds the constant gate before values, keys and queries, and the steps, which are 0, after them."""
         shape = self.shape
         return torch.cat((qkv.new_full((len(qkv), shape.values), CONSTANT), qkv,
                           qkv.new_zeros(len(qkv), shape.num_heads)), dim=1)
@@ -137,7 +137,7 @@ def _weighted(h: Tensor, x: Tensor, factors: tuple[float, float]) -> Tensor:
 
 
 class MiniMaxLayer(DecoderLayer):
-    """Weighted sums of normed states and what is computed of them."""
+    """Weighted sums of normed states and the results of attention and experts."""
 
     attention: TokenMixer
     live_states = 4

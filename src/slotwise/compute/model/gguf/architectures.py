@@ -46,7 +46,7 @@ class ArchitectureKeys:
 
     @property
     def drafting(self) -> int:
-        """How many of the last blocks draft, and are not read."""
+        """Number of draft (MTP) blocks at the end, which are not read."""
         return self.integer(NEXTN, default=0, minimum=0)
 
     def has_tensor(self, layer: int, part: str) -> bool:
@@ -108,12 +108,12 @@ class ArchitectureKeys:
         return [number > 0 for number in (numbers if len(numbers) == layers else numbers * layers)]
 
     def heads(self, key: str, layers: int, least: int) -> list[int]:
-        """A number of each layer; `least` is what `alike` returns, which has checked them."""
+        """A number for each layer; `least` is the result of `alike`, which has checked them."""
         numbers = [int(each) for each in self._of_layers(self.metadata.numbers(self._name(key)), layers)]
         return numbers if len(numbers) == layers else [least] * layers
 
     def _of_layers(self, numbers: Sequence[float], layers: int) -> list[float]:
-        """Those of `layers`, where a key also has numbers of the blocks that draft."""
+        """Drops the numbers of draft blocks, if a key has them."""
         return [*numbers[:layers]] if len(numbers) == layers + self.drafting else [*numbers]
 
     def unread(self) -> list[str]:
@@ -291,7 +291,7 @@ def gpt_oss(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def olmo2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Also OLMo 3, which llama.cpp calls the same: with windows, in which an embedding is not scaled."""
+    """Also OLMo 3, which llama.cpp calls the same; its layers with windows do not scale rotary embeddings."""
     if not keys.has("attention.sliding_window"):
         return {}
     rope = common["rope_parameters"]
@@ -302,7 +302,7 @@ def olmo2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def _rope_of_windows(keys: ArchitectureKeys, rope: Mapping[str, Any]) -> ConfigFields:
-    """The embedding of layers with windows, which is not scaled; `rope` is that of the others."""
+    """The rotary embedding of layers with windows, which is not scaled; `rope` is that of the others."""
     base = theta(keys, "rope.freq_base_swa", rope["rope_theta"])
     return {"rope_type": "default", "rope_theta": base}
 
@@ -315,7 +315,7 @@ def exaone4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def granite_windows(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """With a window in most layers; some may have no positions.  With experts, another class."""
+    """Windows in most layers; some layers may be without positions.  Files with experts are another class."""
     layers, pattern = common["num_hidden_layers"], "attention.rope_pattern"
     base = common["rope_parameters"]["rope_theta"]
     turns = keys.numbers(pattern, layers) if keys.has(pattern) else [True] * layers
@@ -338,9 +338,9 @@ def mellum(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def _windows_if_set(keys: ArchitectureKeys, common: Mapping[str, Any], *, first_is_full: bool = False) -> ConfigFields:
-    """The window and the kinds of layers; without a window all see the whole context.
+    """The window and the kinds of layers; without a window all layers attend to the whole context.
 
-    `first_is_full`: of four layers the first, and not the last, has no window where a file does not say which.
+    `first_is_full`: the default is that the first of four layers, and not the last, is without a window.
     """
     layers, key = common["num_hidden_layers"], "attention.sliding_window"
     window = keys.integer(key, minimum=0) if keys.has(key) else 0
@@ -353,7 +353,7 @@ def _windows_if_set(keys: ArchitectureKeys, common: Mapping[str, Any], *, first_
 
 
 def _sparse_layers(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Which layers have experts, as the tensors of a file say."""
+    """Finds which layers have experts by the tensors of the file."""
     keys.ignore("leading_dense_block_count")
     return {"mlp_layer_types": ["sparse" if keys.has_tensor(layer, "ffn_gate_inp") else "dense"
                                 for layer in range(common["num_hidden_layers"])]}
@@ -415,7 +415,7 @@ def qwen3_next(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigField
 
 
 def qwen3_5(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Positions of texts are one; heads of values lie in another order (`GatedDelta`)."""
+    """A text's three positions are equal; value heads are stored in another order (`GatedDelta`)."""
     keys.ignore("rope.dimension_sections")
     return qwen3_next(keys, common)
 
@@ -440,7 +440,7 @@ def _experts_of_delta(keys: ArchitectureKeys) -> ConfigFields:
 
 
 def kimi_linear(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Layers without heads of keys have a state."""
+    """Layers without key heads have a recurrent state."""
     _check_sigmoid(keys)
     layers = common["num_hidden_layers"]
     full = keys.present("attention.head_count_kv", layers)
@@ -454,7 +454,7 @@ def kimi_linear(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFiel
 
 
 def mimo_v2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Layers with windows may have another number of heads of keys."""
+    """Layers with windows may have another number of key heads."""
     _check_sigmoid(keys)
     layers, size, rope = common["num_hidden_layers"], common["head_dim"], common["rope_parameters"]
     kinds = _window_kinds(keys, layers, 6)
@@ -472,7 +472,7 @@ def mimo_v2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def cohere2_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """With LayerNorms or RMS norms, as the file has an epsilon of either."""
+    """With LayerNorms or RMS norms, depending on which epsilon the file has."""
     norms = {} if keys.has("attention.layer_norm_rms_epsilon") else {
         "rms_norm_eps": None, "layer_norm_eps": keys.number("attention.layer_norm_epsilon", maximum=1.0)}
     scoring = keys.integer("expert_gating_func", default=SIGMOID, minimum=0)
@@ -597,7 +597,7 @@ def _latent(
 ) -> ConfigFields:
     """The sizes of compressed attention; `value_dim` is that of a head where a file does not say.
 
-    `has_other_length`: the length of a value in files is of nothing that they compute.
+    `has_other_length`: files have a value length that is not used.
 
     Files that have the weights of keys and of values apart call what is cached a key and a value, of one head.
     """
@@ -859,7 +859,7 @@ class Architecture:
     # The fused weight of queries, keys and values, whose rows the converter reorders; "": the three are separate.
     ungrouped: str = ""
     has_smaller_values: bool = False  # than keys
-    # Heads of values of layers with a state lie in another order: the first of each head of keys, then the second ones.
+    # Value heads of recurrent layers are stored in another order: the first of each key head, then the second ones.
     has_tiled_values: bool = False
     # Parts of a layer that are numbers in an array of the metadata, and their shapes, by its key.
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -867,8 +867,8 @@ class Architecture:
     def name_of(self, stored: str) -> str:
         """A family's name for the tensor that a file calls `stored`.
 
-        An unknown part of a layer is named as one, so that a model which holds it is refused.  Two names with a `BOTH`
-        between them are those of a tensor's first and second half of rows.
+        An unknown part of a layer is named as one, so that a model which holds it is refused.  Two names with
+        `BOTH` between them are those of the first and the second half of a tensor's rows.
         """
         if layer := _LAYER.fullmatch(stored):
             at, parts = f"model.layers.{int(layer['layer'])}.", self._every_part
@@ -883,7 +883,7 @@ class Architecture:
 
     @property
     def _every_part(self) -> dict[str, str]:
-        """Also gates and ups of experts as one tensor, as some files have them."""
+        """Also names the gate and up projections of experts that some files have as one tensor."""
         parts = _PARTS | dict(self.parts)
         if GATES in parts and UPS in parts:
             parts.setdefault("ffn_gate_up_exps", f"{parts[GATES]}{BOTH}{parts[UPS]}")
@@ -1000,7 +1000,7 @@ def _space(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 
 
 def bamba(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Half of a head rotates, whatever a file says."""
+    """Half of each head rotates, whatever the file says."""
     keys.ignore("rope.dimension_count", "rope.scaling.finetuned")
     full = keys.present(STATE_FULL, common["num_hidden_layers"])
     return _space(keys, common) | {
@@ -1021,7 +1021,7 @@ def granite_hybrid(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigF
 
 
 def nemotron_h(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """With experts Nemotron 3, whose layers with an MLP without them its tensors tell."""
+    """Also Nemotron 3, which has experts; the tensors of a file show which layers have experts and which an MLP."""
     layers, space = common["num_hidden_layers"], _space(keys, common)
     full = keys.present(STATE_FULL, layers)
     kinds = [FULL if attends else "linear_attention" for attends in full]

@@ -172,7 +172,7 @@ def _experts(entry: Entry, where: str) -> list[Entry]:
 
 
 def _halves(name: str, entry: Entry, where: str) -> list[tuple[str, Entry]]:
-    """The entries of a tensor's first and second half of rows, where `name` has two names."""
+    """Splits a tensor with two names in `name` into the entries of the first and the second half of its rows."""
     names = name.split(BOTH)
     if len(names) == 1:
         return [(name, entry)]
@@ -185,11 +185,11 @@ def _halves(name: str, entry: Entry, where: str) -> list[tuple[str, Entry]]:
 
 
 class _Tiles(NamedTuple):
-    """Heads of values by heads of keys: of each head of keys the first, then of each the second, and so on."""
+    """An order of value heads: the first one of each key head, then the second one of each, and so on."""
 
-    keys: int  # numbers in the rows before values where queries, keys and values are one tensor
-    groups: int  # heads of keys
-    heads: int  # of values
+    keys: int  # rows before those of values where queries, keys and values are one tensor
+    groups: int  # key heads
+    heads: int  # value heads
 
     @classmethod
     def read(cls, metadata: Metadata, name: str) -> _Tiles:
@@ -198,7 +198,7 @@ class _Tiles(NamedTuple):
 
 
 def _grouped_values(rows: int, name: str, tiles: _Tiles) -> Tensor | None:
-    """The stored row of each row of a tensor, whose heads of values lie by heads of keys in the original."""
+    """The stored row of each row of a tensor whose value heads were grouped by key heads in the original."""
     if name.endswith(("out_proj.weight", *STATE_NORMS)):
         return None
     before = tiles.keys if name.endswith(("in_proj_qkv.weight", *CONVOLUTIONS)) else 0

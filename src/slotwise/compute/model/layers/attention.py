@@ -49,8 +49,8 @@ class AttentionOptions:
     result_norm: tuple[str, NormOptions] | None = None  # of all heads together, and its name
     biases: Tensor | None = None  # of scores, `[heads, positions]` float32, of the heads of all ranks
     has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
-    value_dim: int = 0  # of a head's values, where they are smaller than keys: zeros behind them are cached; 0: same
-    value_scale: float = 1.0  # of values
+    value_dim: int = 0  # of a head's values, if smaller than keys: they are cached with zeros appended; 0: that of keys
+    value_scale: float = 1.0  # factor of values
     # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
     qkv: Callable[[Tensor], Tensor] | None = None
     # What attends in place of the rotated queries `[tokens, heads, head_dim]` of tokens at positions `[tokens]`.
@@ -196,14 +196,14 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class _SmallerValues:
-    """Values of a size of their own, which are cached as large as keys."""
+    """Values that are smaller than keys, and are padded to the size of keys in the cache."""
 
     shape: AttentionShape
     size: int
     scale: float
 
     def with_zeros(self, qkv: Tensor) -> Tensor:
-        """`[tokens, queries | keys | values]`, with zeros behind the values of each head."""
+        """`[tokens, queries | keys | values]`, with zeros appended to the values of each head."""
         shape = self.shape
         before, values = qkv.split(
             [(shape.num_heads + shape.num_kv_heads) * shape.head_dim, shape.num_kv_heads * self.size], dim=1)
@@ -211,7 +211,7 @@ class _SmallerValues:
         return torch.cat((before, pad(values, (0, shape.head_dim - self.size)).flatten(1)), dim=1)
 
     def without_zeros(self, out: Tensor) -> Tensor:
-        """Results `[tokens, heads * head_dim]` as `[tokens, heads * size]`."""
+        """`[tokens, heads * head_dim] -> [tokens, heads * size]`."""
         return out.view(len(out), -1, self.shape.head_dim)[:, :, : self.size].flatten(1)
 
 

@@ -52,9 +52,10 @@ class GatedDelta:
     Args:
         is_interleaved: the weights of queries, keys, values and z are one, and those of b and a, too: of each key head
             with its value heads, one behind the other.
-        has_ordered_mixed: but those of queries, keys and values are one weight in order, and that of z is another.
-        has_tiled_values: the inputs of the last product are the first value head of each key head, then the second
-            ones, and so on.
+        has_ordered_mixed: with `is_interleaved`, only b and a are interleaved; queries, keys and values are one weight,
+            in this order, and z is another.
+        has_tiled_values: the last product reads the first value head of each key head, then the second ones, and so
+            on.
     """
 
     ropes: tuple[Rope, ...] = ()

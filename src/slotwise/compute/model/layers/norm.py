@@ -59,8 +59,8 @@ class ResidualStream:
     One kernel adds and norms.  So an addend waits for the norm, or the `sum`, that reads the stream next.
 
     Args:
-        x: what the stream begins with, in its type: the model's own or, so that each sum is not rounded, a wider one.
-        kind: the model's own; None: that of `x`.
+        x: initial value, in the model's own type or in a wider one, in which sums are not rounded each time.
+        kind: the model's own type; None: that of `x`.
     """
 
     def __init__(self, x: Tensor, kernels: Kernels, kind: torch.dtype | None = None) -> None:

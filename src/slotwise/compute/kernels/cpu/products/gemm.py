@@ -174,7 +174,7 @@ def finish_row(
 
 
 PLAIN, GATED, WIDE = range(3)
-"""Forms of results: sums as the activations' type, gates times what they gate, and sums as float32 (logits)."""
+"""Forms of results: sums in the activations' type, SiLU of gates times up projection, and sums in float32 (logits)."""
 
 
 class OfForm(Protocol):

@@ -187,7 +187,7 @@ def test_a_name_in_use_is_refused_and_its_owner_unharmed():
     driver.add(lasting("same"))
     driver.scheduler.add(lasting("same"), 0.0)
     (rejected,) = driver.scheduler.pop_ended()
-    assert "still alive" in rejected.message
+    assert "already in use" in rejected.message
     driver.run()
     assert driver.ended == {"same": "length"}
 

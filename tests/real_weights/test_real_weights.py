@@ -42,7 +42,7 @@ from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model import calibration
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.family_table import tensor_shapes
-from slotwise.compute.model.layers.source import NO_CUTS
+from slotwise.compute.model.layers.rank_weights import NO_CUTS
 from slotwise.compute.model.loading import describe
 from slotwise.compute.model.stored_tensors import Cuts
 from slotwise.compute.model.weights import CheckpointWeights

@@ -593,7 +593,7 @@ def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
 
 def _orca_bytes(plan: Plan) -> int:
     """Bytes of cache in which Orca's reservations for this workload fill the slots: keys and values of every layer."""
-    from slotwise.compose.sizes import BLOCK_SIZE
+    from slotwise.compose.default_sizes import BLOCK_SIZE
     from slotwise.compute.model.loading import DTYPES, read_config
 
     config = read_config(Path(plan.settings["model"]))

@@ -27,8 +27,8 @@ from torch import Tensor
 
 import slotwise
 from slotwise import grammar_compiler
+from slotwise.compose.default_sizes import cache_groups, check_sizes, check_weights, sized, step_tokens
 from slotwise.compose.machine import glance, measure_machine, roofline
-from slotwise.compose.sizes import cache_groups, check_sizes, check_weights, sized, step_tokens
 from slotwise.compute.kernels.checked import CheckedKernels
 from slotwise.compute.kernels.cpu.jit import workers
 from slotwise.compute.kernels.cpu.memory import LARGE

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from slotwise.compose.adapter_loading import AdapterLoading
+from slotwise.compose.default_sizes import cache_groups, sized
 from slotwise.compose.engine_builder import Loaded, following, load
 from slotwise.compose.engine_process import end
 from slotwise.compose.launch import hold_off, settle
@@ -31,7 +32,6 @@ from slotwise.compose.rank_messages import (
     encode,
 )
 from slotwise.compose.ranks import Rank, RankMemory, group_of, store_of
-from slotwise.compose.sizes import cache_groups, sized
 from slotwise.compute.kernels.group import Group
 from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.lazy_imports import spare_torch

@@ -29,9 +29,9 @@ Static and dynamic batches waste computation, and the plan records it: `padding[
 rows in `held`, which have their last token already and are computed again until the whole batch has ended.
 
 A record is the whole of it: what the engine was told before one step, and what it planned, computed and published.
-The same object goes to clients, metrics, the event log, the timeline and the replay.  Together with the commands, the
-records hold every input of an engine, each clock reading that affects a decision included, so that a replay can compare
-all the rest.
+Clients, metrics, the timeline and the replay read the same object, and the event log keeps what `logged()` returns.
+Together with the commands, the records hold every input of an engine, each clock reading that affects a decision
+included, so that a replay can compare all the rest.
 
 A record without a step (`step` NO_STEP) tells what happened between two steps, or that a step failed.  It has no
 result, and the plans that the failure discarded.
@@ -144,7 +144,7 @@ class Admission(NamedTuple):
     """A request that got a slot."""
 
     request_id: int
-    num_cached: int  # tokens found in the prefix cache, and not computed
+    num_cached: int  # tokens found in the prefix cache, in memory or on disk, and not computed
 
 
 class PromptSpan(NamedTuple):
@@ -165,7 +165,10 @@ class CacheLookup(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A request that lost its slot and its blocks; it keeps its tokens, and waits to be recomputed."""
+    """A running request whose slot and blocks were taken: it is queued and computed again.
+
+    Where `on_pressure` is ERROR it has ended instead, and `num_lost` is 0.
+    """
 
     request_id: int
     reason: str  # `core/reasons.py`
@@ -173,7 +176,7 @@ class Preemption(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Where admission stopped: `first_blocked` waits for `reason`, and `num_behind` requests wait behind it."""
+    """Where admission stopped: `first_blocked` waits for `reason`, and `num_behind` other requests wait, too."""
 
     reason: str
     first_blocked: int
@@ -184,7 +187,8 @@ class Stop(NamedTuple):
 class StepPlan(NamedTuple):
     """One forward pass.  Plans are executed strictly in order of `step`.
 
-    Changes of slots and blocks take effect in the order of these columns, before the forward pass.
+    Before the forward pass, `saves` are executed first, then the changes of slots and blocks in the order of these
+    columns, with `expired_blocks` before `new_blocks`, and `loads` last.
     """
 
     step: int
@@ -294,7 +298,7 @@ class StepResult(NamedTuple):
             if PROPOSED in drafts or len(drafts) > len(planned):
                 raise RuntimeError(f"step {plan.step} names drafts {drafts} for {planned}")
             if planned and tokens[:-1] != drafts[: max(0, len(tokens) - 1)]:
-                raise RuntimeError(f"step {plan.step} yields {tokens}, which its drafts {drafts} do not begin")
+                raise RuntimeError(f"step {plan.step} yields {tokens}, which do not start with drafts {drafts}")
 
 
 NO_PLAN = StepPlan(NO_STEP, 0.0, (), (), (), (), (), (), (), (), (), (), (), (), (), (), (), None)
@@ -322,7 +326,10 @@ class RequestEnd(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the engine read and was told since the last record, before the plan was made."""
+    """What the engine read and was told since the last record.
+
+    With steps in flight, a part of it came after this record's plan was made.
+    """
 
     planned: tuple[int, ...] = ()  # monotonic nanoseconds: start of each plan made since the last record
     handled: tuple[int, ...] = ()  # monotonic nanoseconds: when each command was handled, in order
@@ -364,7 +371,7 @@ class StepRecord(NamedTuple):
 
     started_ns: int  # monotonic nanoseconds
     ended_ns: int
-    plans: tuple[StepPlan, ...] = ()  # as executed, without `new_requests`: one, or all that a failure discarded
+    plans: tuple[StepPlan, ...] = ()  # without `new_requests`: the executed one, or all that a failure discarded
     result: StepResult = NO_RESULT
     outcome: Outcome = NO_OUTCOME
     inputs: Inputs = Inputs()

@@ -4,8 +4,9 @@ A `RequestSpec` crosses every layer whole, from the API to the ranks and the log
 here, and read `spec.field` in the code that obeys it.
 
 There is no prefill or decode phase.  A request has *known* tokens (the prompt, then the output) and *computed* tokens,
-whose keys and values are in the KV cache.  A step computes up to `known - computed` of them.  Prefill, chunked prefill,
-decode and recomputation after a preemption all follow from this rule (as in vLLM's v1 scheduler).
+whose keys and values are in the KV cache.  A step computes up to `known - scheduled` of them; with no step in flight,
+the scheduled tokens are the computed ones.  Prefill, chunked prefill, decode and recomputation after a preemption all
+follow from this rule (as in vLLM's v1 scheduler).
 
     known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: sampled by a step in flight, not yet committed
     scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by Scheduler.schedule()
@@ -161,7 +162,7 @@ class IllegalTransition(AssertionError):
 
 
 class Request:
-    """A sequence: its spec and its state.  Every component of the core reads it; only the scheduler changes it.
+    """A sequence: its spec and its state.  All of the core reads it; the scheduler and what it calls change it.
 
     Args:
         request_id: unique among unfinished requests.
@@ -181,8 +182,8 @@ class Request:
         self.tokens = list(spec.prompt)  # known tokens, without the pending ones
         self.num_prompt = len(self.tokens)
         self.num_at_join = 0  # tokens known when it was last admitted: computing them is prefill
-        self.num_scheduled = 0  # tokens given to planned steps
-        self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
+        self.num_scheduled = 0  # tokens computed, found in the cache, received or in flight
+        self.num_computed = 0  # tokens whose keys and values are in the cache, without those of steps in flight
         self.pending = 0  # maximum number of tokens that steps in flight may sample
         self.computes_whole_prompt = spec.computes_whole_prompt
         self.stop_ids = frozenset(spec.params.stop_token_ids) | frozenset(
@@ -206,7 +207,7 @@ class Request:
             Namespace(spec.cache_generation, spec.adapter, spec.salt).text, spec.salt_owner)
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
-        self.kv = spec.kv  # None once it neither sends nor expects blocks any more
+        self.kv = spec.kv  # None where it neither sends blocks nor receives any
         self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
         self.num_retained = 0  # tokens whose blocks its retention claims since it released them
         self.num_received = 0  # tokens whose keys and values another engine has sent, or which were read from disk
@@ -259,7 +260,7 @@ class Request:
         self.state = state
 
     def start_from(self, num_computed: int) -> None:
-        """Set the first `num_computed` tokens as computed (cached prefix, or 0 after a preemption)."""
+        """Set the first `num_computed` tokens as computed (cached or received, or 0 where its blocks are lost)."""
         self.num_scheduled = self.num_computed = num_computed
 
     def schedule(self, count: int) -> bool:

@@ -1,12 +1,12 @@
 """The scheduler: which requests run in the next step, with how many tokens and which cache blocks.
 
-    schedule(now)                returns a StepPlan: running requests first, then waiting ones
+    schedule(now)                returns a StepPlan: usually running requests first, then waiting ones
     ... the executor runs it ...
     commit(plan, result, now)    appends tokens, finishes requests, frees blocks; returns the Outcome
 
 The Scheduler owns every request from its arrival to its end.  Its methods stand in the order in which a step happens:
-expire, land prompts, preempt for rank, running rows, waiting rows, drafts, close the plan; then commit.  States change
-only in the last section of this file, and in `add`, along TRANSITIONS of `core/request.py`:
+expire, prompts that others compute, preempt for rank, running rows, waiting rows; then commit.  States change only in
+the last section of this file, in `add` and in `found_on_disk`, along TRANSITIONS of `core/request.py`:
 
     add ──┬─────────► WAITING ──admit──► RUNNING ──finish──► FINISHED    also: finish from every unfinished state,
           │              ▲          preempt ▼  ▲ admit                   and from add or a wait to REJECTED,
@@ -23,7 +23,7 @@ A running request that gets no token in this step is in the plan's `refused`, un
 is one of these: its last token is in flight (ENDING), its drafts are in flight (VERIFYING), it is in another step
 (MICRO_BATCH), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the
 discipline starts prompts alone (PROMPTS_ALONE).  A waiting request is admitted if the discipline's gate is open and
-slots, token budget, blocks and step time suffice, in this order.
+slots, token budget, blocks and step time suffice; `_decide` has all conditions, in their order.
 
 One step may be in flight while the next is planned; a model divided into n stages may have n - 1 in flight.  schedule()
 works from *scheduled* token counts, commit() advances *computed* ones.  A prefix hit always ends before the last known
@@ -252,7 +252,7 @@ class Scheduler:
         self._set_limits(limits, discipline)
 
     def add(self, request: Request, now: float) -> None:
-        """Enqueue a request, or reject it if it could never run."""
+        """Enqueue a request, or reject it if it could never run or its id is in use."""
         spec = request.spec
         request.max_len = self.limits.longest(request.num_prompt, spec.max_tokens) + (spec.pooling is not None)
         request.arrived_at = now
@@ -262,7 +262,7 @@ class Scheduler:
         self._arrivals += 1
         objection = self.limits.objection(request.num_prompt, spec.max_tokens) or self.transfers.objection(request)
         if request.request_id in self.unfinished:
-            objection = f"a request named {request.request_id} is still alive"
+            objection = f"request id {request.request_id} is already in use"
         if objection:
             request.transition(State.REJECTED)
             request.reason = objection
@@ -438,9 +438,9 @@ class Scheduler:
                 return
 
     def _first_without_capacity(self, builder: PlanBuilder) -> tuple[Request | None, int]:
-        """Returns the first waiting request that lacks a slot, or at the head of the queue blocks, and its position.
+        """Returns the first waiting request that cannot get a slot, or the head of the queue if it cannot get blocks.
 
-        None: all of them fit.
+        And its position in the queue.  None: all of them fit.
         """
         if not self.waiting:
             return None, 0
@@ -484,7 +484,7 @@ class Scheduler:
         return victims if slots >= 1 and missing <= 0 else []
 
     def _extend(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
-        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted.
+        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted or ended.
 
         Blocks that no row holds, pinned or landed, go first.
         """
@@ -504,15 +504,17 @@ class Scheduler:
         return True
 
     def _victim(self, builder: PlanBuilder) -> Request:
-        """Choose the victim for blocks among the rows not yet planned: of those that rank last, at most half, the one
-        with the fewest computed tokens; never the same victim twice in a row if another exists.
+        """Choose the victim for blocks among the rows that are not planned yet.
+
+        Of the half that ranks lower, rounded up, those with the worst priority; of them the one with the fewest
+        computed tokens, but the last victim only where it is the only one.
         """
         key = self.policy.victim_key
         ranked = [(key(r, builder.now), r.arrival, r)
                   for r in self.running.values() if not r.reason and not builder.has(r)]
         ranked.sort(key=lambda entry: entry[:2])
-        lowest = ranked[-1][0][0]
-        last = [request for rank, _, request in ranked[len(ranked) // 2 :] if rank[0] == lowest]
+        worst = ranked[-1][0][0]
+        last = [request for rank, _, request in ranked[len(ranked) // 2 :] if rank[0] == worst]
         victim = min(last, key=lambda r: (r.request_id == self._last_victim, r.num_computed, -r.arrival))
         self._last_victim = victim.request_id
         return victim
@@ -598,7 +600,7 @@ class Scheduler:
         return ready
 
     def _add_isolated(self, builder: PlanBuilder) -> None:
-        """Plan paused rows last, and only if this step computes none of the prompts that they pause for."""
+        """Plan paused rows after admissions, and only if this step computes none of the prompts that they pause for."""
         isolation = self._isolation
         isolation.start(builder, self.policy, self.running.values(), self._next_in_line(builder.now))
         self._add_running(builder)
@@ -622,8 +624,8 @@ class Scheduler:
     def _add_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests from the head of the queue, and record in the plan why the others wait.
 
-        A few requests that fit may pass a request that waits for blocks, and any may pass one whose grammar is still
-        being compiled.
+        A few requests that fit may pass one that waits for blocks or for an adapter's slot, unless it was preempted.
+        Any may pass one whose grammar is still being compiled, or whose tier has its share of the slots.
         """
         if not self.waiting:
             return
@@ -669,7 +671,7 @@ class Scheduler:
     def _decide(self, request: Request, builder: PlanBuilder) -> Allocation | str:
         """Returns the blocks with which a waiting request may join the step, or the reason why it may not.
 
-        A request preempted in this plan may have a token in flight, and is not admitted again before its commit.
+        A preempted request may still have a token in flight, and is not admitted again before that is committed.
         """
         if request.is_compiling:
             return GRAMMAR_COMPILING
@@ -694,7 +696,7 @@ class Scheduler:
         return allocation if self._chunking.fits(start, len(request.tokens) - start, builder) else TIME_BUDGET
 
     def _gate(self, now: float) -> Gate:
-        """Returns how many requests the discipline admits now."""
+        """Returns the discipline's gate: how many requests it admits now, why no more, and when that changes."""
         oldest = next(iter(self.unfinished.values())).arrived_at
         return self._discipline.gate(
             View(len(self.running), len(self.waiting), self.limits.max_num_seqs, oldest), now)
@@ -840,7 +842,8 @@ class Scheduler:
     def _append(self, step: InFlight, result: StepResult) -> tuple[dict[int, Tokens], Ended]:
         """Append each row's tokens to its request, and advance what is computed.
 
-        Returns by row the tokens kept, where these are not all that was sampled, and the requests that end.  A request
+        Returns by row the tokens kept, where these are not all that was sampled or there are none, and the requests
+        that end.  A request
         that ended after its row was planned keeps nothing of it; a row that was preempted since then keeps its tokens,
         and their positions are computed again.
         """
@@ -1010,7 +1013,7 @@ class Scheduler:
         del self.running[request.request_id]
 
     def _lose_blocks(self, request: Request) -> None:
-        """Release the blocks of a request without a slot, in which it has landed."""
+        """Release the blocks that a request without a slot has for the prompt that is sent to it."""
         self.transfers.take_off(request)
         self.kv.release(request)
         request.num_received = 0

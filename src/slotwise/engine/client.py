@@ -442,7 +442,7 @@ class EngineClient:
     def _admit(self, request: Add) -> None:
         self.check_open()
         if self._generations.has_name(request.name):
-            self._refuse(DUPLICATE_ID, f"a request named {request.name!r} is still alive")
+            self._refuse(DUPLICATE_ID, f"request id {request.name!r} is already in use")
         if request.spec.adapter and request.spec.adapter not in self._adapters:  # the next engine loads it again
             self._refuse(ADAPTER_LOADING, "the adapter is being loaded; try again later")
         assert self._connection is not None

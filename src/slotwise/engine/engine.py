@@ -61,7 +61,7 @@ class Engine:
         experts: counts the tokens of each expert; None: the model has no experts.
         memory: memory that can be given back to the system while no request runs; None: none can.
         adapters: the adapters that requests may name; None: requests name none.
-        kv_link: the connection to engines that compute prompts for this one, or the other way around; None: none.
+        kv_link: moves blocks of prompts from and to other engines and a disk; None: all of them are computed here.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         return self._scheduler.has_work or (self._kv_link is not None and self._scheduler.transfers.is_active)
 
     def handle(self, command: Command) -> None:
-        """Executes one command; its effects are in the next record."""
+        """Executes one command.  The next record has its time, and a request that it ended."""
         handled = self.clock()
         self._handled.append(handled)
         now = handled * 1e-9
@@ -213,7 +213,7 @@ class Engine:
         done = result.executed(plan)
         if result.drafts:
             result = result._replace(drafts=())  # they are those of the plan
-        return self._record(started, ended, (_without_specs(done),), result, outcome)
+        return self._record(started, ended, (_without_new_requests(done),), result, outcome)
 
     def _submit(self, plan: StepPlan) -> None:
         self._serve_transfers()
@@ -268,9 +268,9 @@ class Engine:
 
         These are the failed step's; with recurrent states, those of all steps in flight.  Others are planned again.
         """
-        plans = [_without_specs(plan)]
+        plans = [_without_new_requests(plan)]
         while self._in_flight:
-            plans.append(_without_specs(self._in_flight.popleft()[0]))
+            plans.append(_without_new_requests(self._in_flight.popleft()[0]))
             try:
                 self.executor.collect()
             except Exception:  # the result of a step after a failed one is dropped in any case
@@ -284,7 +284,10 @@ class Engine:
 
     def _record(self, started: int, ended: int, plans: tuple[StepPlan, ...] = (), result: StepResult = NO_RESULT,
                 outcome: Outcome = NO_OUTCOME) -> StepRecord:
-        """Returns the record of a step, with the inputs since the last record and the engine's counters."""
+        """Returns the record of a step, with the inputs since the last record and the engine's counters.
+
+        Inputs are collected anew from here on, and what ended requests and unloaded adapters held is released.
+        """
         inputs = Inputs(tuple(self._planned), tuple(self._handled), tuple(self._compiled), tuple(self._news.arrivals),
                         tuple(self._news.acknowledged), self._configured, self._news.disk)
         self._planned, self._handled, self._configured = [], [], None
@@ -312,6 +315,6 @@ class Engine:
         return experts.pop(is_idle=not self._in_flight)
 
 
-def _without_specs(plan: StepPlan) -> StepPlan:
+def _without_new_requests(plan: StepPlan) -> StepPlan:
     """A plan as records have it: the specs of its new requests are in their commands."""
     return plan._replace(new_requests=()) if plan.new_requests else plan

@@ -31,8 +31,8 @@ from slotwise.compute.model.layer_groups import by_layer
 from slotwise.compute.model.layers.attention import LayerStep, StateAdvance
 from slotwise.compute.model.layers.mlp import MixtureOfExperts
 from slotwise.compute.model.layers.norm import ResidualStream
+from slotwise.compute.model.layers.rank_weights import WeightSource, heads_of, latent_heads
 from slotwise.compute.model.layers.rope import RotaryTable
-from slotwise.compute.model.layers.source import WeightSource, heads_of, latent_heads
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.network import Network, layers_of

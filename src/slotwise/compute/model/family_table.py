@@ -98,7 +98,7 @@ from slotwise.compute.model.families import (
     zamba2,
 )
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.source import Listing, WeightSource
+from slotwise.compute.model.layers.rank_weights import Listing, WeightSource
 from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.names import encoder_of, with_head

@@ -20,7 +20,7 @@ from slotwise.compute.model.fields import read_json
 from slotwise.compute.model.generation_config import read_generation
 from slotwise.compute.model.gguf.gguf_config import read_gguf_config
 from slotwise.compute.model.layers.embedding_and_head import HEAD, HEAD_ACTIVATIONS, TABLE
-from slotwise.compute.model.layers.source import NO_CUTS, Listing
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, Listing
 from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.compute.model.model_config import OF_TOKENIZER, ModelConfig
 from slotwise.compute.model.sentence_modules import DenseFields, read_modules, read_separator

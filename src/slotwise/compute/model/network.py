@@ -33,8 +33,8 @@ from slotwise.compute.model.layers.mlp import (
     stacked_experts,
 )
 from slotwise.compute.model.layers.norm import LayerNormOptions, NoNorm, Norm, NormOptions, ResidualStream
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.errors import CheckpointError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, StackedMatrix, Weight, stacked
 from slotwise.compute.model.gguf.gguf_tensors import open_gguf_tensors
-from slotwise.compute.model.layers.source import NO_CUTS
+from slotwise.compute.model.layers.rank_weights import NO_CUTS
 from slotwise.compute.model.names import HEAD
 from slotwise.compute.model.quantization.quantization_methods import with_quantized
 from slotwise.compute.model.quantization.scheme import Quantization

@@ -11,8 +11,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from slotwise.compute.kernels.interface import AttentionShape, Kernels
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
+from slotwise.compute.model.layers.rank_weights import Listing, WeightSource
 from slotwise.compute.model.layers.rope import Rope, rotary_table
-from slotwise.compute.model.layers.source import Listing, WeightSource
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WINDOW, TOKENS = 48, 6, 2, 16, 7, 40
 ROPE = Rope(10_000.0)

@@ -11,7 +11,7 @@ from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.layers.embedding_and_head import EndOptions, LMHead, read_ends
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 
 
 @pytest.fixture

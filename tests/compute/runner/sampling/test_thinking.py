@@ -12,7 +12,7 @@ from slotwise.compute.kernels.reference import draw
 from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
-from slotwise.compute.runner.sampling.logits import CERTAIN, LogitEdits, ReasoningState, end_reasoning
+from slotwise.compute.runner.sampling.logit_edits import CERTAIN, LogitEdits, ReasoningState, end_reasoning
 from slotwise.compute.runner.sampling.sampler import RequestParams
 from slotwise.core.params import InvalidParams, SamplingSpec, ThinkingBudget
 from slotwise.core.record import NewRequest, StepPlan

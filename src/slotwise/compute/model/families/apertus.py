@@ -21,7 +21,7 @@ from slotwise.compute.model.layers.attention import Attention, AttentionOptions
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, mlp_share
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource, mlp_share
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common
 from slotwise.compute.model.network import Network, read_network
 from slotwise.compute.model.stored_tensors import Cut

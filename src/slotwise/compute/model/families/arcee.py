@@ -15,8 +15,8 @@ from slotwise.compute.model.layers.attention import Attention, AttentionOptions,
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import PlainMLP
 from slotwise.compute.model.layers.norm import LayerNormOptions, Norm, NormOptions, ResidualStream
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import BackwardRope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_head_dim, read_rope
 from slotwise.compute.model.network import DecoderLayer, Network, read_network
 

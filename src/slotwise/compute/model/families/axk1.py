@@ -10,7 +10,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 from slotwise.compute.model.network import Network, read_network
 

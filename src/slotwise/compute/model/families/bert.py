@@ -29,8 +29,8 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions, PooledH
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP, PlainMLP
 from slotwise.compute.model.layers.norm import LayerNormOptions, ResidualStream
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     MAX_LAYERS,
     OF_TOKENIZER,

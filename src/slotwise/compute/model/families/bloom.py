@@ -15,7 +15,7 @@ from slotwise.compute.model.layers import alibi
 from slotwise.compute.model.layers.attention import AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.norm import LayerNormOptions, ResidualStream
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 from slotwise.compute.model.network import Network, read_network
 

@@ -18,7 +18,7 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import MixtureOfExperts, separate_experts
 from slotwise.compute.model.layers.norm import LayerNormOptions
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, expert_share
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource, expert_share
 from slotwise.compute.model.model_config import (
     MAX_EXPERT_SIZE,
     ConfigDefaults,

@@ -17,7 +17,7 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.latent_attention import LatentAttention, LatentConfig
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import (
     MAX_EXPERT_SIZE,
     MAX_EXPERTS,

@@ -24,7 +24,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.latent_attention import Indexers
 from slotwise.compute.model.layers.norm import NormOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_grouped_mixture
 from slotwise.compute.model.network import Network, read_network
 

@@ -23,7 +23,7 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 from slotwise.compute.model.network import Network, TokenMixer, read_network
 

@@ -11,7 +11,7 @@ from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.embedding_and_head import PooledHead
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.network import Network
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from slotwise.compute.model.families import olmo2
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import NoRope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     SLIDING,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import exaone4, glm4_moe
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ModelConfig, read_grouped_mixture
 from slotwise.compute.model.network import ExpertNames, Network
 

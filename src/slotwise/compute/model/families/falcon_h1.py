@@ -23,8 +23,8 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mamba2 import Mamba2
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
+from slotwise.compute.model.layers.rank_weights import ScaledSource, WeightSource
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import ScaledSource, WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common
 from slotwise.compute.model.network import Network, TokenMixer, read_network
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import olmo2
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common, read_mixture
 from slotwise.compute.model.network import ExpertNames, Network, read_experts
 

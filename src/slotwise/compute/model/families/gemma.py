@@ -24,7 +24,7 @@ from slotwise.compute.model.layers.attention import Attention, AttentionOptions,
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     SLIDING,

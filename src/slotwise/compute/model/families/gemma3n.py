@@ -29,7 +29,7 @@ from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import Norm, NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.per_layer_embedding import PerLayerGate, PerLayerInputs, PerLayerStream
-from slotwise.compute.model.layers.source import WeightSource, heads_of
+from slotwise.compute.model.layers.rank_weights import WeightSource, heads_of
 from slotwise.compute.model.model_config import (
     FULL,
     MAX_LAYERS,

@@ -30,8 +30,8 @@ from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP, MixtureOfExperts, stacked_experts
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.per_layer_embedding import PerLayerGate, PerLayerInputs, PerLayerStream
+from slotwise.compute.model.layers.rank_weights import WeightSource, expert_share
 from slotwise.compute.model.layers.rope import ProportionalRope, Rope
-from slotwise.compute.model.layers.source import WeightSource, expert_share
 from slotwise.compute.model.model_config import (
     FULL,
     MAX_EXPERTS,

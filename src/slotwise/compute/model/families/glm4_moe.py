@@ -9,7 +9,7 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import (
     MAX_LAYERS,
     ConfigDefaults,

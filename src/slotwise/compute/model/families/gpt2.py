@@ -18,8 +18,8 @@ from slotwise.compute.model.layers.attention import Attention, AttentionOptions,
 from slotwise.compute.model.layers.embedding_and_head import EndOptions, learned_positions
 from slotwise.compute.model.layers.mlp import GatedMLP, PlainMLP
 from slotwise.compute.model.layers.norm import LayerNormOptions, Norm, ResidualStream
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import NoRope, Rope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     MAX_LAYERS,
     ConfigDefaults,

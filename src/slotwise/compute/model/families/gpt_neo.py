@@ -16,7 +16,7 @@ from slotwise.compute.model.families.gpt2 import (
 )
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import MAX_LAYERS, ModelConfig
 from slotwise.compute.model.network import Network
 

@@ -15,7 +15,7 @@ from slotwise.compute.model.families.gpt2 import ClassicLayer, Parts, compose_la
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions, LayerStep
 from slotwise.compute.model.layers.norm import LayerNormOptions, ResidualStream
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_head_dim, read_rope
 from slotwise.compute.model.network import Network
 

@@ -12,7 +12,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import SPLIT, MixtureOfExperts, interleaved_experts, separate_experts
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     SLIDING,

@@ -23,8 +23,8 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.norm import ResidualStream
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_head_dim
 from slotwise.compute.model.network import Network
 

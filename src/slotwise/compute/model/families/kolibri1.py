@@ -10,8 +10,8 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import glm
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import NoRope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     MAX_EXPERT_SIZE,

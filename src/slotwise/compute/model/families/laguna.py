@@ -11,7 +11,7 @@ from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     MAX_EXPERT_SIZE,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import lfm2
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import MAX_EXPERTS, MixtureConfig, ModelConfig
 from slotwise.compute.model.network import MLP, ExpertNames, Network, read_experts
 

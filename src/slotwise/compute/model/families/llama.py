@@ -20,7 +20,7 @@ from slotwise.compute.model.layers.attention import PLAIN, Attention, AttentionO
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import Norm, NormOptions, ResidualStream, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import PLAIN_DEFAULTS, ConfigDefaults, ModelConfig, read_common
 from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
 

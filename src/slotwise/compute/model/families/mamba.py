@@ -17,7 +17,7 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mamba import Mamba, ReadNorm, WeightlessNorm
 from slotwise.compute.model.layers.mlp import NoMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ModelConfig, RecurrentConfig
 from slotwise.compute.model.network import DecoderLayer, Network, read_network
 

@@ -31,9 +31,9 @@ from slotwise.compute.model.layers.attention import Attention, LayerStep, refuse
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.short_convolution import advanced
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     LINEAR,

@@ -18,7 +18,7 @@ from slotwise.compute.model.layers.embedding_and_head import HEAD_ACTIVATIONS, E
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import LayerNormOptions, NoNorm, Norm, ResidualStream
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     MAX_LAYERS,

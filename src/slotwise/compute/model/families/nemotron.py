@@ -9,7 +9,7 @@ from slotwise.compute.model.families.gpt_neox import read_partial
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.norm import LayerNormOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.network import Network
 

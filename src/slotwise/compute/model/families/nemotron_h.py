@@ -22,8 +22,8 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mamba2 import Mamba2
 from slotwise.compute.model.layers.mlp import NoMLP, PlainMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import NoRope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     LINEAR,

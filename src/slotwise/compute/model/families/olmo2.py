@@ -17,8 +17,8 @@ from slotwise.compute.model.layers.attention import Attention, AttentionOptions,
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     MAX_LAYERS,

@@ -15,8 +15,8 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.gated_delta import OWN_PRODUCTS, GatedDelta
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import NoRope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     LINEAR,

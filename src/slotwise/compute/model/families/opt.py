@@ -14,7 +14,7 @@ from slotwise.compute.model.families.gpt2 import ClassicLayer, Parts, read_plain
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions, LayerStep
 from slotwise.compute.model.layers.norm import LayerNormOptions, NoNorm, Norm, ResidualStream
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 from slotwise.compute.model.network import Network, read_network
 

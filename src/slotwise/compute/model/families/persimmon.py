@@ -8,7 +8,7 @@ from slotwise.compute.model.families.gpt2 import ClassicLayer, compose_layers
 from slotwise.compute.model.families.gpt_neox import PARTS, interleaved, read_partial
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.norm import HeadNormOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.network import Network
 

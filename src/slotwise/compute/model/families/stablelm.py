@@ -13,7 +13,7 @@ from slotwise.compute.model.families.gptj import SharedNormLayer
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.norm import HeadNormOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 from slotwise.compute.model.network import Network
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from slotwise.compute.model.families.gpt2 import ClassicLayer, Parts, compose_layers, read_plain
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_rope, read_window
 from slotwise.compute.model.network import Network
 

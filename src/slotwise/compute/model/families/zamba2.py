@@ -23,8 +23,8 @@ from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mamba2 import Mamba2
 from slotwise.compute.model.layers.mlp import NoMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import NoRope, Rope
-from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     LINEAR,
     MAX_LAYERS,

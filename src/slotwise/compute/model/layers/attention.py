@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from slotwise.compute.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import HeadNormOptions, HeadNorms, NormOptions, RMSNorm, read_qk_norm
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource, heads_of
 from slotwise.compute.model.layers.rope import Rope, rotated
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, heads_of
 from slotwise.compute.model.stored_tensors import WHOLE, Cut
 from slotwise.errors import CheckpointError
 

@@ -21,7 +21,7 @@ from slotwise.compute.kernels.interface import Activation
 from slotwise.compute.kernels.matrix import QuantizedMatrix, StackedMatrix, Weight
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import LayerNorm, LayerNormOptions, NormOptions, RMSNorm
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, share, shares
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource, share, shares
 from slotwise.compute.model.sentence_modules import DenseFields
 from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError

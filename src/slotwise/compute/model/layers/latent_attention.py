@@ -20,8 +20,8 @@ from slotwise.compute.kernels.interface import LatentNorm, LatentShape
 from slotwise.compute.model.layers.attention import LayerStep
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource, latent_heads
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, latent_heads
 from slotwise.compute.model.stored_tensors import Cut
 
 

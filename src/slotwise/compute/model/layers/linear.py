@@ -21,7 +21,7 @@ from torch import Tensor
 from slotwise.compute.kernels.interface import Activation, activated
 from slotwise.compute.kernels.interface import Linear as PackedLinear
 from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight, reordered
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource
 from slotwise.compute.model.lora_weights import AdaptableProduct
 from slotwise.compute.model.stored_tensors import WHOLE, Cut, Cuts
 
@@ -34,7 +34,7 @@ class Linear:
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
         order: the checkpoint's output at each place, of some or all of them; None: as in the checkpoint.
         is_exact: never quantized: a product whose outputs choose.
-        cuts: the part of each weight that this rank holds (`layers/source.py`); `parts` and `inputs` are the whole's.
+        cuts: the part of each weight that this rank holds (`rank_weights.py`); `parts` and `inputs` are the whole's.
             With a range of inputs the results are summed over the ranks, unless the caller does (`is_partial`).
     """
 

@@ -25,9 +25,9 @@ from slotwise.compute.kernels.interface import (
 from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.short_convolution import num_bytes, read_convolution
-from slotwise.compute.model.layers.source import WeightSource
 
 ReadNorm = Callable[[WeightSource, str, int], RMSNorm]
 """Reads the norm of dt, B or C called so, of so many numbers."""

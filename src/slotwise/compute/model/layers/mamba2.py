@@ -14,9 +14,9 @@ from torch import Tensor
 from slotwise.compute.kernels.interface import LayerCache, RaggedBatch, StateSpaceShape, StateSpaceWeights
 from slotwise.compute.model.layers.attention import LayerStep, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.short_convolution import advanced, num_bytes, read_convolution
-from slotwise.compute.model.layers.source import WeightSource
 
 
 class Mamba2:

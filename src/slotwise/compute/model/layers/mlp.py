@@ -28,7 +28,7 @@ from slotwise.compute.kernels.interface import (
 )
 from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight, formats_of, reordered
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, expert_share, mlp_share
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource, expert_share, mlp_share
 from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import Kernels, LayerNormWeights, QKNorm
-from slotwise.compute.model.layers.source import NO_CUTS, WeightSource
+from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource
 from slotwise.compute.model.stored_tensors import WHOLE, Cut
 
 

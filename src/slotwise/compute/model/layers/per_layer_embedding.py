@@ -17,7 +17,7 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.model.layers.embedding_and_head import read_embedding
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
-from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.layers.rank_weights import WeightSource
 
 
 class PerLayerStream(ResidualStream):

@@ -13,8 +13,8 @@ from torch import Tensor
 from slotwise.compute.kernels.interface import ConvolutionShape, ConvolutionWeights, LayerCache, RaggedBatch, StateShape
 from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.rank_weights import WeightSource
 from slotwise.compute.model.layers.rope import Rope
-from slotwise.compute.model.layers.source import WeightSource
 
 
 class ShortConvolution:

@@ -1,6 +1,6 @@
 """From logits to tokens, on the CPU.
 
-Plain greedy rows are one argmax.  Other rows are copied to float32, edited (`logits.py`), filtered and drawn
+Plain greedy rows are one argmax.  Other rows are copied to float32, edited (`logit_edits.py`), filtered and drawn
 (`compute/kernels/cpu/sampling_filters.py`) and, where requested, described by log-probabilities.  The same row gives
 the same token in every batch, bit for bit.
 """
@@ -20,7 +20,7 @@ from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.reference import FAILED
 from slotwise.compute.runner.sampling.grammar_masks import Masks
-from slotwise.compute.runner.sampling.logits import LogitEdits
+from slotwise.compute.runner.sampling.logit_edits import LogitEdits
 from slotwise.compute.runner.sampling.sampler import (
     NO_LOGPROBS,
     Logprobs,

@@ -17,7 +17,7 @@ from torch import Tensor
 from slotwise.compute.kernels.reference import Draw, Mask, allowed_only
 from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.sampling.grammar_masks import Masks
-from slotwise.compute.runner.sampling.logits import DeviceEdits
+from slotwise.compute.runner.sampling.logit_edits import DeviceEdits
 from slotwise.compute.runner.sampling.sampler import (
     NO_LOGPROBS,
     Logprobs,

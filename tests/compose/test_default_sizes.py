@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slotwise.compose import sizes
-from slotwise.compose.sizes import sized, step_tokens
+from slotwise.compose.default_sizes import sized, step_tokens
 from slotwise.compute.kernels.group import SINGLE_RANK
 from slotwise.compute.kernels.interface import AttentionShape
 from slotwise.compute.runner import kv_blocks, memory_budget

@@ -55,6 +55,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "modules": modules.modules,
     "reliability": results.reliability,
     "kv disk": results.kv_disk,
+    "eviction agreement": eviction.agreement,
     "eviction found": eviction.found,
     "eviction times": eviction.times,
     "compared with vllm": results.compared_with_vllm,

@@ -126,6 +126,21 @@ def test_an_evicted_prompt_is_found_and_other_salts_and_engines_find_nothing(mak
     assert make().run("e", PROMPT, "tenant:salt") == 48
 
 
+def test_blocks_that_cannot_be_removed_are_reported_and_not_found(make, monkeypatch):
+    side = make()
+    side.run("a", PROMPT)
+    side.written()
+
+    def unlink(path: object) -> None:
+        raise OSError(errno.EROFS, "the disk is read-only")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_disk.os, "unlink", unlink)
+        with pytest.raises(OSError, match="14 of 14 blocks stay on disk: the disk is read-only"):
+            side.engine.remove_stored()()
+    assert not len(side.store) and side.store.num_bytes == 0
+
+
 def test_an_adapter_is_known_by_what_its_files_hold(make, tmp_path):
     side = make(adapters={1: "a digest"})
     side.run("unknown", PROMPT[::-1], adapter=2)
@@ -157,6 +172,8 @@ def test_a_file_that_is_not_what_its_name_says_is_a_miss(make, tmp_path, harm):
     assert again.run("a", PROMPT) == (5 * 4 if harm not in ("link", "gone") else 20)
     if harm not in ("link", "gone"):  # these are not in the index
         assert again.store.num_damaged == 1
+    else:
+        assert again.store.num_damaged == 0
     again.written()
     assert harmed.read_bytes() == data  # computed again, and written again
     assert (tmp_path / "blocks" / "notes.txt").read_text() == "foreign"

@@ -40,12 +40,13 @@ SECRET = "of the tests, for both ends"
 FAULTS = ("drop", "delay", "corrupt", "truncate", "duplicate", "reset")
 
 
-_ports = itertools.count(os.getpid() * 101)  # test processes begin at different ones
+_ports: dict[int, itertools.count[int]] = {}
 
 
 def free_port() -> int:
     """A port below those that the system gives to sockets, one of which would take it before it is listened on."""
-    for number in _ports:
+    own = os.getpid()  # test processes, which are forked, begin at different ones
+    for number in _ports.setdefault(own, itertools.count(own * 101)):
         port = 10_000 + number % 20_000
         with contextlib.suppress(OSError), socket.create_server((HOST, port)):
             return port

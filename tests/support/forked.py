@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -116,7 +117,8 @@ class Parent:
                 self._ended(connection)
             case None:
                 self._left[connection] = deque(self._files.popleft() if self._files else ())
-                connection.send(list(self._left[connection]))
+                with contextlib.suppress(BrokenPipeError):  # it has just died, and the end of its pipe comes next
+                    connection.send(list(self._left[connection]))
             case str(error):
                 raise RuntimeError(error)
             case list(calls):
@@ -208,6 +210,7 @@ class Child:
         temporary = config._tmp_path_factory
         temporary._basetemp = temporary.getbasetemp() / multiprocessing.current_process().name
         temporary._basetemp.mkdir(mode=0o700, exist_ok=True)
+        random.seed()  # else all processes would draw the same numbers
         signal.signal(signal.SIGINT, signal.default_int_handler)
         leftovers.guard()
         threading.Thread(target=self._end_with_parent, daemon=True).start()

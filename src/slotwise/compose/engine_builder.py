@@ -80,7 +80,6 @@ from slotwise.engine.warmup import check_steps, warmup
 from slotwise.errors import CheckpointError, described
 from slotwise.observe.step_time_store import load_or_learn
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
-from slotwise.version import __version__
 
 if TYPE_CHECKING:
     from slotwise.compose.ranks import Ranks
@@ -391,7 +390,7 @@ def stored(
     is_long = any(isinstance(rope, LongRope) for rope in decoder.config.ropes)  # its factors depend on max_model_len
     blocks = HostCacheBlocks(pieces, f"{scheduler.limits.block_size} tokens of model {content}")
     identity = repr((
-        __version__, blocks.layout, config.quantization, decoder.kernels.name, platform.machine(),
+        _code_digest(COMPUTE), blocks.layout, config.quantization, decoder.kernels.name, platform.machine(),
         torch.backends.cpu.get_cpu_capability(), decoder.kernels.product_path(decoder.config.dtype),
         scheduler.limits.max_model_len if is_long else 0))
     try:
@@ -406,6 +405,8 @@ def stored(
 CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/cpu/products/packing.py",
         "compute/kernels/cpu/products/quantize.py", "compute/kernels/matrix.py", "compute/model/**/*.py")
 """What determines which panels a checkpoint becomes."""
+COMPUTE = ("compute/**/*.py",)
+"""What determines the keys and values of tokens."""
 CALIBRATED_CACHE = 4.0
 """GiB of disk for weights that were calibrated, unless an option says otherwise."""
 
@@ -449,12 +450,12 @@ def _calibration_obstacle(unread: UnreadModel, kernels: Kernels) -> str:
 
 def _packed_key(config: EngineConfig, checkpoint: Path) -> str:
     of_config = config.quantization, config.dtype, config.enable_lora
-    return hashlib.sha256(f"{content_digest(checkpoint)} {_code_digest()} {of_config}".encode()).hexdigest()
+    return hashlib.sha256(f"{content_digest(checkpoint)} {_code_digest(CODE)} {of_config}".encode()).hexdigest()
 
 
-def _code_digest() -> str:
+def _code_digest(patterns: Sequence[str]) -> str:
     digest, root = hashlib.sha256(), Path(slotwise.__file__).parent
-    for pattern in CODE:
+    for pattern in patterns:
         for path in sorted(root.glob(pattern)):
             digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

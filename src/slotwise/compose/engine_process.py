@@ -157,8 +157,12 @@ def _remove(engine: Engine, channel: BlockingChannel, command: RemoveStored) -> 
     remove = engine.remove_stored(command.tenant)
 
     def run() -> None:
+        try:
+            answer = StoredRemoved(command.number, remove())
+        except OSError as error:
+            answer = StoredRemoved(command.number, 0, described(error))
         with contextlib.suppress(ChannelClosed):
-            channel.send(encode(StoredRemoved(command.number, remove())))
+            channel.send(encode(answer))
 
     threading.Thread(target=run, name="remove-stored", daemon=True).start()
 

@@ -50,6 +50,7 @@ from slotwise.engine.refusals import (
     DRAINING,
     DUPLICATE_ID,
     ENGINE_DEAD,
+    NOT_REMOVED,
     PAUSED,
     QUEUE_FULL,
     TOO_MANY_QUERIES,
@@ -248,7 +249,7 @@ class EngineClient:
         self._lost = asyncio.Event()
         self._positions = Queries[RequestPosition]()
         self._divergences = Queries[DivergedTokens]()
-        self._removals = Queries[int]()
+        self._removals = Queries[StoredRemoved]()
         self._given_back = GiveBackAnswer()
         self._adapters = AdapterLoads()
         self._unsent = UnsentCommands()
@@ -415,10 +416,12 @@ class EngineClient:
         """Removes the blocks on disk of a tenant, or all.  Returns their number.
 
         Raises:
-            Refused: there is no engine, or too many queries wait.
+            Refused: there is no engine, too many queries wait, or blocks could not be removed.
         """
-        (num_blocks,) = await self._removals.ask(lambda number: self._ask(RemoveStored(number, tenant)))
-        return num_blocks
+        (removed,) = await self._removals.ask(lambda number: self._ask(RemoveStored(number, tenant)))
+        if removed.failure:
+            raise Refused(NOT_REMOVED, removed.failure)
+        return removed.num_blocks
 
     def _ask(self, query: Query) -> None:
         if self._connection is None or not self.healthy:
@@ -483,7 +486,7 @@ class EngineClient:
         elif isinstance(report, DivergenceAnswer):
             self._divergences.answered(report.number, report.divergences)
         elif isinstance(report, StoredRemoved):
-            self._removals.answered(report.number, (report.num_blocks,))
+            self._removals.answered(report.number, (report,))
         elif isinstance(report, GivenBack):
             self._given_back.answered(report)
         elif isinstance(report, AdapterLoaded):

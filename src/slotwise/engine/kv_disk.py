@@ -43,6 +43,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from math import inf, isinf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ REPORT_INTERVAL = 0.05  # seconds between two reports of a read in progress
 EXPIRY_INTERVAL = 60.0  # seconds between two removals of files that are too old
 LONGEST_PAUSE = 60.0  # seconds without writing after errors
 LEAST_WAIT, MOST_WAIT = 0.5, 60.0  # seconds that a request waits for blocks before it computes them
+UNKNOWN_WAIT = 10.0  # times the predicted time of a read, where that of computing is not known
 START_DELAY = 0.005  # seconds from the arrival of a request to the beginning of its read, while nothing runs
 JOIN_TIMEOUT = 5.0  # seconds for each thread
 
@@ -167,7 +169,7 @@ class DiskStore:
                     self._files.move_to_end(key)
 
     def read(self, key: bytes, buffer: bytearray) -> bool:
-        """Read a file into `buffer`, header and block; False if it is missing, or was damaged and has been removed.
+        """Read a file into `buffer`, header and block; False if it is missing or damaged, and then removed.
 
         Args:
             buffer: `HEADER.size + block_bytes` long.
@@ -177,8 +179,9 @@ class DiskStore:
             return False
         try:
             is_right = self._read(key, file, buffer)
-        except FileNotFoundError:
-            is_right = False
+        except FileNotFoundError:  # it was evicted since, or someone else removed it
+            self._remove(key)
+            return False
         except OSError as error:
             logger.info("a block on disk cannot be read: %s", described(error))
             return False
@@ -240,13 +243,18 @@ class DiskStore:
         """Remove the files of an owner, or all.  Returns their number.
 
         They are no longer found as soon as the call begins, and no longer on disk when it returns.
+
+        Raises:
+            OSError: some could not be removed: this process does not find them, but the next one would.
         """
         with self._lock:
             names = [_name(key, file.owner) for key, file in self._files.items() if owner in (None, file.owner)]
             for name in names:
                 self._num_bytes -= self._files.pop(bytes.fromhex(name.partition("-")[0])).size
-        for name in names:
-            self._unlink(name)
+        failures = [error for name in names if (error := self._unlink(name)) is not None]
+        if failures:
+            raise OSError(failures[0].errno, f"{len(failures)} of {len(names)} blocks stay on disk: "
+                                             f"{described(failures[0])}")
         return len(names)
 
     def _make_room(self, size: int) -> None:
@@ -271,9 +279,15 @@ class DiskStore:
             self._num_bytes -= file.size
         self._unlink(_name(key, file.owner))
 
-    def _unlink(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # it is already gone, or the disk is read-only
+    def _unlink(self, name: str) -> OSError | None:
+        """Remove a file.  Returns why it is still there, as on a read-only disk."""
+        try:
             os.unlink(self._folder / name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return error
+        return None
 
     def _is_old(self, file: _File) -> bool:
         return abs(self._clock() - file.written) > self._max_age  # also in the future, after the clock was wrong
@@ -357,8 +371,9 @@ class _Pending:
 class _Reading:
     """A request whose blocks are read; computing them instead is predicted to take `seconds`."""
 
-    def __init__(self, request_id: int, keys: Sequence[bytes], seconds: float) -> None:
+    def __init__(self, request_id: int, keys: Sequence[bytes], seconds: float, timeout: float) -> None:
         self.request_id = request_id
+        self.timeout = timeout  # seconds after which the request computes them
         self.keys = keys  # of its first blocks, including those that are in memory already
         self.seconds = seconds
         self.num_bytes = 0
@@ -427,18 +442,18 @@ class DiskLink(KVLink):
         if len(keys) == first:
             return
         self._store.use(keys)
-        seconds = self._seconds_to_compute(first, len(keys))
-        if seconds <= self._seconds_to_read(len(keys) - first):
+        seconds, to_read = self._seconds_to_compute(first, len(keys)), self._seconds_to_read(len(keys) - first)
+        if seconds <= to_read:
             return
-        self._waiting[request.request_id] = _Reading(request.request_id, keys, seconds)
-        self._found.append(PrefixOnDisk(
-            request.request_id, len(keys), min(MOST_WAIT, max(LEAST_WAIT, seconds))))
+        timeout = min(MOST_WAIT, max(LEAST_WAIT, UNKNOWN_WAIT * to_read if isinf(seconds) else seconds))
+        self._waiting[request.request_id] = _Reading(request.request_id, keys, seconds, timeout)
+        self._found.append(PrefixOnDisk(request.request_id, len(keys), timeout))
 
     def _seconds_to_compute(self, first: int, end: int) -> float:
         """Predicted seconds to compute blocks in steps of their own; infinite while the model of times is untrained."""
         times, limits = self._scheduler.times, self._scheduler.limits
         if not times.is_trained:
-            return float("inf")
+            return inf
         at, last, seconds = first * limits.block_size, end * limits.block_size, 0.0
         while at < last:
             count = min(limits.max_num_batched_tokens, last - at)
@@ -485,9 +500,10 @@ class DiskLink(KVLink):
             waiting = {request.request_id for request in transfers.receiving()}
             for request_id in [name for name in self._reading if name not in waiting]:
                 reading = self._cancel(request_id)
-                if not reading.is_over and request_id in self._scheduler.unfinished:  # it timed out
-                    self._measured = time.monotonic()
-                    self._seconds_per_byte = (self._measured - reading.began) / reading.num_bytes
+                now = time.monotonic()
+                if not reading.is_over and request_id in self._scheduler.unfinished and (
+                        now - reading.began >= reading.timeout):  # it took too long: not merely preempted
+                    self._measured, self._seconds_per_byte = now, (now - reading.began) / reading.num_bytes
         if self._waiting:
             for request_id in [name for name in self._waiting if name not in self._scheduler.unfinished]:
                 del self._waiting[request_id]
@@ -499,7 +515,7 @@ class DiskLink(KVLink):
     def _drop_overwritten(self) -> None:
         prefix, kept = self._prefix, list[_Pending]()
         for one in self._pending:
-            if one.is_done:
+            if one.is_done or one.is_stale:
                 continue
             if prefix.has(one.block) and prefix.content(one.block) is one.cached:
                 kept.append(one)
@@ -513,7 +529,7 @@ class DiskLink(KVLink):
             key = self._key_of(entry)
             if not key or entry.salt in self._dead or self._store.has(key):
                 continue
-            if len(self._pending) >= MAX_PENDING:
+            if max(len(self._pending), self._to_write.qsize()) >= MAX_PENDING:  # stale ones, too, while a disk hangs
                 self._num_dropped += 1
                 continue
             pending = _Pending(entry.cached[0], key, owner_of(Namespace.of(entry.salt).salt))

@@ -109,10 +109,11 @@ class RemoveStored(Struct, tag="remove_stored"):
 
 
 class StoredRemoved(Struct, tag="stored_removed"):
-    """Answers a `RemoveStored` after the last file is removed; may arrive between the parts of a step."""
+    """Answers a `RemoveStored` after all files were visited; may arrive between the parts of a step."""
 
     number: int
     num_blocks: int  # that were removed
+    failure: str = ""  # why some are still on disk
 
 
 class GivenBack(Struct, tag="given_back"):

@@ -83,7 +83,8 @@ def _as_in_transformers(fields: Fields) -> Fields:
         bases = {FULL: by_kind.number("rope_theta", default=found.number("rope_theta", default=THETAS[FULL])),
                  SLIDING: found.number("swa_rope_theta", default=THETAS[SLIDING])}
         by_kind = Fields({kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}, "")
-    turning = {kind: {"partial_rotary_factor": share, **rope} for kind, rope in by_kind.values.items()}
+    turning = {kind: {"partial_rotary_factor": share, **rope} for kind, rope in by_kind.values.items()
+               if isinstance(rope, dict)}
     for name in ("swa_head_dim", "swa_v_head_dim", "swa_num_attention_heads"):
         same = name.removeprefix("swa_")
         if found.has(name) and found.values[name] != found.values.get(same):

@@ -4,7 +4,7 @@ usage: python -m benchmarks.first_tokens MODEL [--checkout OTHER] [--stall-ms 70
 
 Four workloads, every request a stream, with prompts of random ids:
 
-    burst     64 requests at once with log-normal lengths, the mixed trace (benchmarks/beside_vllm.py)
+    burst     64 requests at once with log-normal lengths, the mixed trace (peers/same_requests.py)
     prompts   the same prompts with one output token each: no step decodes, so a burst can at best reach its median
     steady    the same lengths, `--rate` arrivals per second: many streams, and few requests that wait
     long      four prompts of 1,900 tokens next to eight streams
@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.beside_vllm import SHAPES, workload
 from benchmarks.commands import parser_of
 from benchmarks.pairs import HERE, OPTIONS, STALLS, served
+from benchmarks.peers.same_requests import SHAPES, workload
 from rich.console import Console
 from rich.table import Table
 

@@ -6,7 +6,7 @@ Every run is a process of its own with nothing beside it, and pairs alternate wh
 minute slows both.  A ratio above 1 means that this checkout is better; its interval is that of the mean of the
 logarithms, by resampling.
 
-    offline    output tokens per second of 64 requests with log-normal lengths, all at once (benchmarks/beside_vllm.py)
+    offline    output tokens per second of 64 requests with log-normal lengths, all at once (peers/run_slotwise.py)
     http       the same over HTTP, every request a stream
     gap        the longest gap of eight streams when four prompts of 1,900 tokens arrive, ms
     start      from the command to "Ready", seconds
@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.beside_vllm import workload
 from benchmarks.commands import parser_of
+from benchmarks.peers.same_requests import workload
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -71,10 +71,11 @@ def load(target: BenchTarget, workload: Workload) -> tuple[float, float]:
 
 
 def offline(checkout: Path, model: str, requests: int, seed: int) -> Figures:
-    command = [sys.executable, str(checkout / "benchmarks" / "beside_vllm.py"), "slotwise", model,
-               "--requests", str(requests), "--workload", f"mixed:{seed}"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return {"offline": json.loads(done.stdout.splitlines()[-1])["output_tokens_per_second"]}
+    command = [sys.executable, str(HERE / "benchmarks" / "peers" / "run_slotwise.py"), model,
+               "--requests", str(requests), "--measures", f"mixed:{seed}"]
+    variables = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
+    return {"offline": json.loads(done.stdout.splitlines()[-1])["value"]}
 
 
 def server(checkout: Path, model: str, requests: int, seed: int) -> Figures:

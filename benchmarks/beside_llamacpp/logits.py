@@ -17,8 +17,8 @@ import random
 import aiohttp
 import torch
 from benchmarks.beside_llamacpp.speed import server
-from benchmarks.beside_vllm import VOCABULARY
 from benchmarks.commands import bar, parser_of
+from benchmarks.peers.same_requests import VOCABULARY
 from benchmarks.perplexity import BLOCK, as_batch
 from torch import Tensor
 

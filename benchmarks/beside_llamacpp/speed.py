@@ -9,7 +9,7 @@ are ignored, nothing is cached between requests.
 
     one, eight, thirty_two   streams of 64 tokens after prompts of 128: tokens per second between the first and the last
     prompt                   tokens of one prompt of 1,024 per second until its first token
-    mixed                    the mixed trace, 64 requests at once (see beside_vllm.py): output tokens per second
+    mixed                    the mixed trace, 64 requests at once (peers/same_requests.py): output tokens per second
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
-from benchmarks.beside_vllm import VOCABULARY, workload
 from benchmarks.commands import parser_of
+from benchmarks.peers.same_requests import VOCABULARY, workload
 
 from slotwise.measure.bench.results import environment, write_json
 

@@ -1,6 +1,6 @@
 """Measures a real model on real chats with Slotwise and with its peers: the table of the README.
 
-    benchmarks/front_door/install.sh FOLDER            # vLLM, OpenVINO GenAI and llama.cpp, each in its environment
+    benchmarks/peers/install.sh FOLDER            # vLLM, OpenVINO GenAI and llama.cpp, each in its environment
     python -m benchmarks.front_door peers FOLDER --json benchmarks/results/front-door-cpu.json
 
 The model is SmolLM2-135M-Instruct, from its GGUF file (Q4_1), from one with the same weights in Q8_0, or as a

@@ -1,1 +1,1 @@
-"""What other engines compute, each run by a Python of its own environment; nothing here imports Slotwise."""
+"""Slotwise and its peers on the same requests, each in an environment of its own."""

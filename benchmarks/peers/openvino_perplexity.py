@@ -1,6 +1,6 @@
 """Reads texts with a model exported for OpenVINO: FOLDER, texts on stdin.
 
-Runs in the environment of OpenVINO (`benchmarks/front_door/install.sh` installs it), and imports nothing of Slotwise.
+Runs in the environment of OpenVINO (`benchmarks/peers/install.sh` installs it), and imports nothing of Slotwise.
 stdin is a JSON list of lists of token ids; the last line of stdout is {"version", "nats", "greedy"}: nats over all
 tokens but each text's first, and the most probable token at each of these places.  The folder is exported with
 

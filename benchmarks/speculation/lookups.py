@@ -5,7 +5,7 @@ usage: python -m benchmarks.speculation lookups MODEL NAME [--only edit:1 flat:6
 
     edit:N     code editing with N streams: the prompt is a function of the library, the output repeats it with edits
     flat:N     nothing to gain with N streams: n-grams recur, and what follows them is random
-    mixed      64 requests at once with log-normal lengths (benchmarks/beside_vllm.py); the model's own tokens
+    mixed      64 requests at once with log-normal lengths (benchmarks/peers/same_requests.py); the model's own tokens
 
 Two engines share the weights, and pairs alternate which runs first.  Pairs are added to those that FILE has of the same
 model, case and data type, and no pair begins after so many seconds: short runs add up.  A model with random weights
@@ -32,9 +32,9 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.beside_vllm import VOCABULARY, workload
 from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
+from benchmarks.peers.same_requests import VOCABULARY, workload
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import Loaded, load

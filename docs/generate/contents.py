@@ -61,6 +61,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compared with vllm": results.compared_with_vllm,
     "peers on the real model": results.peers_on_the_real_model,
     "features on the real model": results.real_features,
+    "peers on the same requests": results.peers_on_the_same_requests,
     "peers by round": results.peers_by_round,
     "compared with openvino": results.compared_with_openvino,
     "steps beside openvino": results.steps_beside_openvino,

@@ -244,6 +244,63 @@ def peers_by_round() -> str:
         for engine, runs in _front_door().items() for run in runs])
 
 
+# -- the same requests, on every peer ----------------------------------------------------------------------------------
+
+ENGINE_NAMES = {"slotwise": "Slotwise", "vllm": "vLLM", "openvino": "OpenVINO GenAI", "pace": "AMD PACE",
+                "llamacpp": "llama.cpp", "ik_llamacpp": "ik_llama.cpp", "onnxruntime": "ONNX Runtime GenAI"}
+STEP_ROWS = (1, 8, 64)
+
+
+def _request_rate(run: Row) -> float:
+    """Output tokens per second of the mixed trace; 0 where it was not measured."""
+    rates = [value for name, value in run["figures"].items() if name.startswith("mixed:")]
+    return fmean(rates) if rates else 0.0
+
+
+def _request_figures(run: Row) -> dict[str, float]:
+    """How quick an engine is, by what is measured: more is better."""
+    steps = {f"a decode step of {rows} {'row' if rows == 1 else 'rows'}": 1 / run["figures"][f"step:{rows}"]
+             for rows in STEP_ROWS if f"step:{rows}" in run["figures"]}
+    return {"the mixed trace": _request_rate(run)} | steps
+
+
+def _release(version: str) -> str:
+    return f" {version.split('-')[0]}" if version[0].isdigit() else f", {version}"
+
+
+def peers_on_the_same_requests() -> str:
+    """Returns, for each machine, where a peer is ahead of Slotwise with the same weights, and all engines' figures."""
+    latest: dict[tuple[str, str, str], Row] = {}
+    for run in load("peers-cpu")["runs"]:
+        latest[run["machine"], run["weights"], run["engine"]] = run
+    parts = []
+    for machine in dict.fromkeys(machine for machine, _, _ in latest):
+        groups: dict[str, list[Row]] = {}
+        for (where, weights, _), run in latest.items():
+            if where == machine:
+                groups.setdefault(weights, []).append(run)
+        ahead, rows = [], []
+        for weights, runs in groups.items():
+            ours = next(run for run in runs if run["engine"] == "slotwise")
+            for run in sorted(runs, key=_request_rate, reverse=True):
+                name, figures = ENGINE_NAMES[run["engine"]], _request_figures(run)
+                leads = [f"{told} ({figures[told] / own:.1f}×)" for told, own in _request_figures(ours).items()
+                         if figures.get(told, 0.0) >= LEAD * own]
+                if leads:
+                    ahead.append(f"**{name}** with weights in {weights} in {_enumerated(leads)}")
+                rate, steps = _request_rate(run), [run["figures"].get(f"step:{count}") for count in STEP_ROWS]
+                rows.append((weights, f"{name}{_release(run['version'])}",
+                             _rate([rate]) if rate else "–", f"{_request_rate(ours) / rate:.2f}×" if rate else "–",
+                             ", ".join("–" if step is None else f"{step:.1f}" for step in steps),
+                             f"{run['environment']['created'][:10]}, {run['environment']['commit'][:8]}"))
+        head = ("weights", "engine", "mixed trace, tokens/s>", "Slotwise against it>",
+                f"ms a step of {', '.join(map(str, STEP_ROWS))} rows>", "measured")
+        where = "; ".join(ahead) or "no peer in any row"
+        parts.append(f"**{machine}, two cores.** Ahead of Slotwise by 5% or more, with the same weights: {where}.\n\n"
+                     + table(head, rows))
+    return "\n\n".join(parts)
+
+
 # -- products ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the peers of `python -m benchmarks.front_door peers`, each in an environment of its own: install.sh FOLDER [PEER...]
+# Installs the peers of `python -m benchmarks.peers` and `python -m benchmarks.front_door peers`, each in an environment of
+# its own: install.sh FOLDER [PEER...]
 # The versions are those of the committed results.  vLLM needs libtcmalloc (on Debian: libtcmalloc-minimal4).
 set -euo pipefail
 folder=$1
@@ -40,6 +41,25 @@ llamacpp_built() { # its server compiled for this processor, which is measured i
     -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF \
     -DLLAMA_USE_PREBUILT_UI=OFF -DBUILD_SHARED_LIBS=OFF
   cmake --build llamacpp-built --target llama-server -j
+}
+
+ik_llamacpp() { # a fork of llama.cpp with other products for a CPU, compiled for this processor
+  pip download -q --no-deps --no-binary :all: --no-build-isolation ik-llama-cpp-python==0.1.5
+  tar xzf ik_llama_cpp_python-0.1.5.tar.gz
+  cmake -S ik_llama_cpp_python-0.1.5/vendor/ik_llama.cpp -B ik_llamacpp-built -DCMAKE_BUILD_TYPE=Release \
+    -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=ON -DBUILD_SHARED_LIBS=OFF
+  cmake --build ik_llamacpp-built --target llama-server -j
+}
+
+pace() { # for Zen 4 and newer; needs numactl
+  python3 -m venv pace
+  pace/bin/pip install -q torch==2.13.0
+  pace/bin/pip install -q amd-pace==1.3.0
+}
+
+onnxruntime() { # torch and transformers are for its conversion of a checkpoint
+  python3 -m venv onnxruntime
+  onnxruntime/bin/pip install -q onnxruntime-genai==0.18.0 torch transformers onnx onnx-ir
 }
 
 for peer in ${peers[@]}; do

@@ -275,7 +275,7 @@ def _modules(given: Sequence[LoraModule]) -> tuple[LoraModule, ...]:
     Raises:
         ValueError: a name is there twice, or there is no adapter at a path.
     """
-    from slotwise.api.generate.served_models import missing
+    from slotwise.api.generate.served_adapters import missing
 
     modules: dict[str, LoraModule] = {}
     for module in given:

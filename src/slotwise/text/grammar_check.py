@@ -1,4 +1,4 @@
-"""Compiles grammars to check them, in a worker process: see `server.output_constraints`.
+"""Compiles grammars to check them, in a worker process: see `api/generate/output_constraints.py`.
 
 The vocabulary is one of single bytes and the model's special tokens, which a grammar may name: what a grammar costs
 does not depend on the rest.

@@ -26,7 +26,7 @@ from slotwise.api.generate.output_constraints import GrammarChecker
 from slotwise.api.generate.prompts import Prompts
 from slotwise.api.generate.request_log import RequestLog
 from slotwise.api.generate.response_store import ResponseStore
-from slotwise.api.generate.served_models import ServedModels
+from slotwise.api.generate.served_adapters import ServedModels
 from slotwise.api.generate.what_if_replay import WhatIf
 from slotwise.api.http.api_errors import ApiError, from_refusal
 from slotwise.api.http.http_exchange import HttpExchange

@@ -1,4 +1,4 @@
-"""The names by which clients may ask: those of the served model, and of its adapters.
+"""The adapters that are served, loaded and unloaded while the server runs, and the names by which clients may ask.
 
     load    name is free ─► the engine reads the files beside its steps ─► requests may name it
     unload  no new request may name it ─► those that do end ─► the engine forgets it

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slotwise.compose import sizes
+from slotwise.compose import default_sizes
 from slotwise.compose.default_sizes import sized, step_tokens
 from slotwise.compute.kernels.group import SINGLE_RANK
 from slotwise.compute.kernels.interface import AttentionShape
@@ -52,9 +52,9 @@ def test_beside_all_slots_a_prompt_of_a_round_length_still_fits_into_a_step():
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU of 140 GiB, in a host that has 64 GiB to spare."""
-    monkeypatch.setattr(sizes, "measured_workspace", lambda model, draw, block_size, shapes: 4 * GIB)
-    monkeypatch.setattr(sizes, "measured_graph", lambda model, block_size, rows, longest: 0)
-    monkeypatch.setattr(sizes, "draw_for", lambda kernels: None)
+    monkeypatch.setattr(default_sizes, "measured_workspace", lambda model, draw, block_size, shapes: 4 * GIB)
+    monkeypatch.setattr(default_sizes, "measured_graph", lambda model, block_size, rows, longest: 0)
+    monkeypatch.setattr(default_sizes, "draw_for", lambda kernels: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
     monkeypatch.setattr(memory_budget, "available_bytes", lambda: 64 * GIB)
 
@@ -91,7 +91,7 @@ def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(gpu, monkeypatch)
         seen.extend(shapes)
         return 4 * GIB
 
-    monkeypatch.setattr(sizes, "measured_workspace", measured)
+    monkeypatch.setattr(default_sizes, "measured_workspace", measured)
     config = EngineConfig.of(model="any", max_num_seqs=250, max_num_batched_tokens=8192, max_model_len=10_000)
     limits, used = sized(config, decoder("cuda", 8e14))
     assert seen == [(8192, 250, 10_000), (256, 256, 10_000)], "a whole step of prompts, and a recorded one that decodes"
@@ -104,7 +104,7 @@ def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(gpu, monkeypatch)
 
 def test_a_step_with_drafts_has_room_for_their_logits(gpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(sizes, "measured_workspace", lambda model, draw, block_size, shapes: asked.append(shapes) or 0)
+    monkeypatch.setattr(default_sizes, "measured_workspace", lambda model, draw, block_size, shapes: asked.append(shapes) or 0)
     for speculation in (None, {"method": "none"}, {"method": "ngram"}):
         sized(EngineConfig.of(model="any", max_num_seqs=16, max_model_len=1000, max_num_batched_tokens=512,
                               speculative_config=speculation), decoder("cuda", 8e14))
@@ -122,10 +122,10 @@ def test_a_gpus_cache_leaves_room_for_all_graphs(gpu, monkeypatch):
         captured.append((block_size, rows, longest))
         return 1 << 20
 
-    monkeypatch.setattr(sizes, "measured_graph", measured)
+    monkeypatch.setattr(default_sizes, "measured_graph", measured)
     drafts = {"speculative_config": {"method": "ngram"}}
     for more, number in (({}, 32), ({"enable_lora": True}, 64), (drafts, MAX_GRAPHS)):
         limits, used = sized(EngineConfig.of(**asked | more), decoder("cuda", 8e14))
         assert used.graphs == number << 20
         assert without.num_blocks - limits.num_blocks == -(-used.graphs // (32 * 4096 * 64)) or more
-    assert set(captured) == {(sizes.BLOCK_SIZE, 256, 10_000)}
+    assert set(captured) == {(default_sizes.BLOCK_SIZE, 256, 10_000)}

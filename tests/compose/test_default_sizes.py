@@ -104,7 +104,8 @@ def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(gpu, monkeypatch)
 
 def test_a_step_with_drafts_has_room_for_their_logits(gpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(default_sizes, "measured_workspace", lambda model, draw, block_size, shapes: asked.append(shapes) or 0)
+    monkeypatch.setattr(default_sizes, "measured_workspace",
+                        lambda model, draw, block_size, shapes: asked.append(shapes) or 0)
     for speculation in (None, {"method": "none"}, {"method": "ngram"}):
         sized(EngineConfig.of(model="any", max_num_seqs=16, max_model_len=1000, max_num_batched_tokens=512,
                               speculative_config=speculation), decoder("cuda", 8e14))

@@ -194,7 +194,7 @@ def test_a_failed_step_takes_its_drafts_back():
 def test_a_result_that_its_drafts_do_not_begin_is_refused(tokens):
     driver = decoding(Fixed(2))
     plan = driver.plan()
-    with pytest.raises(RuntimeError, match="do not begin"):
+    with pytest.raises(RuntimeError, match="do not start with"):
         driver.scheduler.commit(plan, StepResult(plan.step, tokens), 9.0)
 
 
@@ -231,7 +231,7 @@ def test_a_step_yields_the_drafts_that_the_executor_names_and_one_token_more(num
 
 @pytest.mark.parametrize(("named", "message"), [
     (((1, 2, 3),), "names drafts"), (((PROPOSED,),), "names drafts"), (((1,), (2,)), "drafts of 2 rows"),
-    (((7,),), "do not begin")])
+    (((7,),), "do not start with")])
 def test_drafts_that_a_result_cannot_name_are_refused(named, message):
     driver = decoding(Unnamed(2))
     plan = driver.plan()

@@ -96,9 +96,10 @@ def test_an_engine_that_dies_within_its_server_is_the_same_to_clients(folder: Pa
 @pytest.mark.slow
 def test_a_frozen_replica_is_given_up(folder: Path, tmp_path: Path) -> None:
     with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(8) as pool:
-        begun = threading.Event()
-        streams = [pool.submit(stream_of, two, ask(number, 400), begun) for number in range(4)]
-        assert begun.wait(120)
+        begun = [threading.Event() for _ in range(8)]  # one without output would go to the other replica
+        streams = [pool.submit(stream_of, two, ask(number, 400), event) for number, event in enumerate(begun)]
+        for event in begun:
+            assert event.wait(120)
         eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 0)
         os.kill(two.replicas[0].process.pid, signal.SIGSTOP)
         try:

@@ -14,7 +14,7 @@ override ONLY := ai_sdk anthropic_node openai_agents shell_gpt smolagents
 endif
 # More test processes than cores, for many tests wait for servers, of one compute thread each: threads that share cores wait
 # for each other at every kernel.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter Linux,$(shell uname)),-p support.forked --forks 6,\
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter Linux,$(shell uname)),-p support.forked --forks 5,\
 	--numprocesses 4 --dist loadfile --no-loadscope-reorder)
 
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.

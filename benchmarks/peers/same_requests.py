@@ -68,7 +68,7 @@ def seconds_of(engine: Engine, work: Workload) -> tuple[float, int]:
     tokens = engine.generate(prompts, lengths)
     seconds = time.perf_counter() - began
     if tokens != sum(lengths):
-        raise SystemExit(f"{engine.name} gave {tokens} tokens, and {sum(lengths)} were asked for")
+        raise SystemExit(f"{engine.name} gave {tokens} tokens, and {sum(lengths)} were requested")
     return seconds, tokens
 
 
@@ -93,7 +93,7 @@ def main(
     start: Callable[[argparse.Namespace], AbstractContextManager[Engine]], description: str | None,
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> None:
-    """Starts an engine and prints what is asked for."""
+    """Starts an engine and prints the measures that the command line names."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="what the engine loads")
     parser.add_argument("--measures", nargs="+", default=list(MEASURES), metavar="MEASURE",

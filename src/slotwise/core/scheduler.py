@@ -440,7 +440,7 @@ class Scheduler:
     def _first_without_capacity(self, builder: PlanBuilder) -> tuple[Request | None, int]:
         """Returns the first waiting request that cannot get a slot, or the head of the queue if it cannot get blocks.
 
-        And its position in the queue.  None: all of them fit.
+        Also returns its position in the queue.  None: every waiting request fits.
         """
         if not self.waiting:
             return None, 0
@@ -600,7 +600,7 @@ class Scheduler:
         return ready
 
     def _add_isolated(self, builder: PlanBuilder) -> None:
-        """Plan paused rows after admissions, and only if this step computes none of the prompts that they pause for."""
+        """Plan paused rows after admissions, and only if this step does not compute the prompts that they pause for."""
         isolation = self._isolation
         isolation.start(builder, self.policy, self.running.values(), self._next_in_line(builder.now))
         self._add_running(builder)
@@ -842,8 +842,8 @@ class Scheduler:
     def _append(self, step: InFlight, result: StepResult) -> tuple[dict[int, Tokens], Ended]:
         """Append each row's tokens to its request, and advance what is computed.
 
-        Returns by row the tokens kept, where these are not all that was sampled or there are none, and the requests
-        that end.  A request
+        Returns, for each row that sampled nothing or kept fewer tokens than it sampled, the tokens kept; and the
+        requests that end.  A request
         that ended after its row was planned keeps nothing of it; a row that was preempted since then keeps its tokens,
         and their positions are computed again.
         """

@@ -61,7 +61,7 @@ class Engine:
         experts: counts the tokens of each expert; None: the model has no experts.
         memory: memory that can be given back to the system while no request runs; None: none can.
         adapters: the adapters that requests may name; None: requests name none.
-        kv_link: moves blocks of prompts from and to other engines and a disk; None: all of them are computed here.
+        kv_link: moves blocks of prompts from and to other engines and a disk; None: this engine computes every prompt.
     """
 
     def __init__(

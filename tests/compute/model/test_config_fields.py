@@ -319,7 +319,7 @@ TOGETHER = {
     "n_routed_experts", "moe_num_experts", "mamba_d_conv", "mamba_d_state", "conv_kernel", "state_size",
     "ssm_state_size"}
 
-# Fields of EDITED that one config.json has together, but for `make families`: none of them hides another one.
+# Fields of EDITED that one config.json has together, but for `make families`: no field hides the effect of another.
 EDITED_TOGETHER = {
     "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "mixer_rms_eps",
     "rope_parameters", "rotary_dim", "sliding_window", "query_pre_attn_scalar", "attn_scale", "floor_scale",

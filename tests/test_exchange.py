@@ -116,79 +116,78 @@ def template(live: Live) -> str:
     return live.client.post("/detokenize", headers=ADMIN, json={"tokens": told["tokens"]}).json()["prompt"]
 
 
+@pytest.fixture
+def second(server: Live, models: Models) -> Live:
+    """The server with the second model, which it has already unless a test runs alone."""
+    if names(server) != ["two"]:
+        load(server, models.second, served_model_name="two").raise_for_status()
+    return server
+
+
 def test_another_model_is_served_after_running_requests_have_finished(server: Live, models: Models) -> None:
     first, of_first, before = tokens(server), template(server), engines(server)
     with ThreadPoolExecutor(4) as threads:
         with frozen(before[0]):
-            streams = [threads.submit(complete, server, 600) for _ in range(2)]
+            streams = [threads.submit(complete, server, 60) for _ in range(2)]
             eventually(lambda: server.client.get("/health").json()["num_live"] == 2)
             loading = threads.submit(load, server, models.second, served_model_name="two")
             eventually(lambda: server.client.get("/health").status_code == 503)
         assert loading.result().json() == {"model": "two"}
         for stream in streams:
-            assert stream.result().json()["usage"]["completion_tokens"] == 600
+            assert stream.result().json()["usage"]["completion_tokens"] == 60
     assert names(server) == ["two"] and labels(server) == {"two"}
     assert len(engines(server)) == 1 and engines(server) != before
-    assert tokens(server) == expected(models.second) != first
+    assert tokens(server) == expected(models.second) != first == expected(models.first)
     assert template(server) == "hello!" != of_first
     assert complete(server, model=str(models.first)).status_code == 404
     assert server.client.get("/health").status_code == 200
-    assert load(server, models.first).json() == {"model": "first"}
-    assert names(server) == ["first"] and tokens(server) == first and template(server) == of_first
-    assert complete(server, model=str(models.first)).raise_for_status().json()["model"] == "first"
 
 
-def test_what_cannot_be_served_disturbs_nothing(server: Live, models: Models, tmp_path: Path) -> None:
-    engine = engines(server)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
-    cut = tmp_path / "cut"
-    shutil.copytree(models.second, cut)
-    whole = (cut / "model.safetensors").read_bytes()
-    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+def test_what_cannot_be_served_disturbs_nothing(second: Live, models: Models, tmp_path: Path) -> None:
+    """Of faults that only a process of its own finds, one; all of them are found below."""
+    engine = engines(second)
+    broken = tmp_path / "broken"
+    shutil.copytree(models.second, broken)
+    cut(broken / "model.safetensors")
     templated = tmp_path / "templated"
     shutil.copytree(models.second, templated)
     (templated / "chat_template.jinja").write_text("{% if %}")
-    of_one = write(models.first, tmp_path / "one.gguf", edit=lambda writer: writer.kv_data[0].update(
-        {"llama.context_length": GGUFValue(1, GGUFValueType.UINT32)}))
     for model, said in ((tmp_path / "nowhere", "absolute path"), ("Qwen/Qwen3-0.6B", "absolute path"),
-                        (other, ""), (cut, "model.safetensors"), (models.shorter, "max_model_len 1000 exceeds the 999"),
-                        (templated, "template"), (of_one, "llama.context_length must be a whole number from 2 to")):
-        told = load(server, model)
+                        (broken, "model.safetensors"), (models.shorter, "max_model_len 1000 exceeds the 999"),
+                        (templated, "template")):
+        told = load(second, model)
         assert told.status_code == 400 and told.json()["error"]["param"] == "model"
         assert said in told.json()["error"]["message"]
-    assert load(server, models.second, served_model_name="").status_code == 400
-    assert server.client.post("/v1/load_model", headers=ADMIN, json={}).status_code == 400
-    assert server.client.post("/v1/load_model", json={"model": str(models.second)}).status_code == 401
-    assert engines(server) == engine and names(server) == ["first"]
+    assert load(second, models.first, served_model_name="").status_code == 400
+    assert second.client.post("/v1/load_model", headers=ADMIN, json={}).status_code == 400
+    assert second.client.post("/v1/load_model", json={"model": str(models.first)}).status_code == 401
+    assert engines(second) == engine and names(second) == ["two"]
 
 
-def test_a_model_that_does_not_start_leaves_the_old_one_serving(server: Live, models: Models) -> None:
+def test_a_model_that_does_not_start_leaves_the_old_one_serving(second: Live, models: Models) -> None:
     """It has the right files, and its first step gives no numbers."""
-    first = tokens(server)
-    told = load(server, models.unsound)
-    assert told.status_code == 503 and told.json()["error"]["message"].endswith("first is served again")
-    assert tokens(server) == first and names(server) == ["first"] and len(engines(server)) == 1
-    assert server.client.get("/health").status_code == 200
+    told = load(second, models.unsound)
+    assert told.status_code == 503 and told.json()["error"]["message"].endswith("two is served again")
+    assert tokens(second) == expected(models.second) and names(second) == ["two"] and len(engines(second)) == 1
+    assert second.client.get("/health").status_code == 200
 
 
 def test_two_models_that_do_not_start_are_both_told_and_the_server_says_that_it_sleeps(
-        server: Live, models: Models) -> None:
-    assert server.client.get("/is_sleeping", headers=ADMIN).json()["level"] == 0
-    gone = models.first.with_suffix(".gone")
-    models.first.rename(gone)
+        second: Live, models: Models) -> None:
+    assert second.client.get("/is_sleeping", headers=ADMIN).json()["level"] == 0
+    gone = models.second.with_suffix(".gone")
+    models.second.rename(gone)
     try:
-        told = load(server, models.unsound)
+        told = load(second, models.unsound)
         assert told.status_code == 503
         message = told.json()["error"]["message"]
-        assert "finite" in message and "first did not start again either" in message and "/wake_up" in message
-        refused = complete(server)
+        assert "finite" in message and "two did not start again either" in message and "/wake_up" in message
+        refused = complete(second)
         assert refused.status_code == 503 and "asleep until it is woken up" in refused.text
     finally:
-        gone.rename(models.first)
-    assert server.client.post("/wake_up", headers=ADMIN, timeout=120).status_code == 200
-    assert complete(server).status_code == 200
+        gone.rename(models.second)
+    assert second.client.post("/wake_up", headers=ADMIN, timeout=120).status_code == 200
+    assert complete(second).status_code == 200
 
 
 @pytest.mark.slow
@@ -196,9 +195,10 @@ def test_a_sleeping_model_is_exchanged_for_one_that_is_awake(server: Live, model
     assert server.client.post("/sleep?level=2", headers=ADMIN).status_code == 200
     assert load(server, models.unsound).status_code == 503
     assert server.client.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": True, "level": 2}
-    assert load(server, models.second).status_code == 200
+    assert load(server, models.first).json() == {"model": "first"}
     assert server.client.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False, "level": 0}
-    assert tokens(server) == expected(models.second)
+    assert names(server) == ["first"] and tokens(server) == expected(models.first) and template(server) != "hello!"
+    assert complete(server, model=str(models.first)).raise_for_status().json()["model"] == "first"
 
 
 def test_a_model_is_checked_without_its_weights(models: Models) -> None:
@@ -295,6 +295,13 @@ def served(models: Models) -> ServedModel:
 
 def test_a_folder_without_a_fault_is_not_refused(models: Models, served: ServedModel) -> None:
     assert asyncio.run(refusal(served, models.second)) == ""
+
+
+def test_a_gguf_file_whose_context_is_one_token_is_refused(
+        models: Models, served: ServedModel, tmp_path: Path) -> None:
+    of_one = write(models.first, tmp_path / "one.gguf", edit=lambda writer: writer.kv_data[0].update(
+        {"llama.context_length": GGUFValue(1, GGUFValueType.UINT32)}))
+    assert "llama.context_length must be a whole number from 2 to" in asyncio.run(refusal(served, of_one))
 
 
 @pytest.mark.parametrize("fault", BROKEN)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # `benchmarks` is run from the repository's root and never installed
 
 from benchmarks.gpu import machine, parts  # noqa: E402
+from benchmarks.gpu.__main__ import SECONDS, main  # noqa: E402
 from benchmarks.gpu.figures import judged  # noqa: E402
 from benchmarks.gpu.setup import FULL, REHEARSAL  # noqa: E402
 from benchmarks.gpu.steps import Span, idle_share, shares  # noqa: E402
@@ -29,16 +30,13 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--output", str(folder / "check.json"), *arguments]
 
 
-def check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-    run = subprocess.run(command(folder, *arguments), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    return run, json.loads((folder / "check.json").read_text())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_that_is_no_failure(tmp_path):
-    run, result = check(tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("skipped: ") and result["status"] == "skipped" and "no GPU" in result["why"]
+def test_without_a_gpu_it_says_so_and_that_is_no_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", command(tmp_path)[2:])
+    assert main() == 0
+    result = json.loads((tmp_path / "check.json").read_text())
+    assert capsys.readouterr().out.startswith("skipped: ")
+    assert result["status"] == "skipped" and "no GPU" in result["why"]
 
 
 BARE = """
@@ -116,11 +114,10 @@ def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path
 
 
 @pytest.mark.slow
-def test_the_parts_of_the_server_and_of_ranks(tmp_path):
-    run, result = check(tmp_path, "--rehearse", "--parts", "serve", "ranks", "--seconds", "600")
-    assert run.returncode == 0, run.stdout + run.stderr
-    found = {name: part["figures"] for name, part in result["parts"].items()}
-    server, ranks = found["serve"]["server"], found["ranks"]["ranks"]
+def test_the_parts_of_the_server_and_of_ranks():
+    found = [parts.run(part, rehearse=True, time_left=600.0) for part in parts.PARTS if part.name in ("serve", "ranks")]
+    assert [part["status"] for part in found] == [parts.OK] * 2, found
+    server, ranks = found[0]["figures"]["server"], found[1]["figures"]["ranks"]
     assert server["streams"] == 48 and server["left"] == 16 and server["preemptions"] > 0
     assert ranks["by"] == "gloo" and ranks["with_the_same_tokens"] == ranks["requests"] == 8
 
@@ -209,8 +206,6 @@ def test_a_part_is_not_begun_when_little_time_is_left():
 
 
 def test_all_parts_fit_the_time_of_the_check():
-    from benchmarks.gpu.__main__ import SECONDS
-
     *timed, last = parts.PARTS
     assert sum(part.seconds for part in timed) <= SECONDS and last.name == "vllm", "which takes what is left"
 

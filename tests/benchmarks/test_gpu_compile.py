@@ -56,7 +56,7 @@ def test_each_bound_catches(change, fault):
 @pytest.mark.timeout(1500)
 def test_what_has_changed_compiles_and_holds_the_bounds():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "benchmarks.gpu_compile", "--check", "--processes", "2"]
+    command = [sys.executable, "-m", "benchmarks.gpu_compile", "--check", "--processes", "1"]
     ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     assert "all bounds hold" in ended.stdout

@@ -38,6 +38,7 @@ from tokenizers import Tokenizer as Independent
 
 from slotwise import LLM, SamplingParams
 from slotwise.compose.engine_builder import Loaded, load
+from slotwise.compute.kernels.cpu.products import quantize
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model import calibration
 from slotwise.compute.model.decoder import Decoder
@@ -163,9 +164,9 @@ def drawn(number: int) -> list[str]:
 
 
 def test_greedy_tokens_are_those_of_transformers(exact: Loaded, folder: Path, prompts: list[list[int]]) -> None:
-    """31 prompts of 1 to 1,100 tokens that meet in the batch.  A stored continuation ends before a tie."""
+    """27 prompts of 1 to 1,100 tokens that meet in the batch.  A stored continuation ends before a tie."""
     expected = reference()["continuations"]
-    assert len(prompts) == len(expected) == 31 and {1, 1100} <= set(map(len, prompts))
+    assert len(prompts) == len(expected) == 27 and {1, 1100} <= set(map(len, prompts))
     adds = [Add(f"r{number}", RequestSpec(prompt, SamplingSpec(temperature=0, max_tokens=len(tokens))))
             for number, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True))]
     random.Random(4).shuffle(adds)
@@ -285,8 +286,9 @@ def check_perplexity(found: float, bounds: tuple[float, float]) -> None:
 def test_perplexity_and_greedy_tokens(
     folder: Path, exactly_read: Reading, monkeypatch: pytest.MonkeyPatch, dtype: str, quantization: str, cached: str,
 ) -> None:
-    monkeypatch.setattr(calibration, "ROWS", 8)  # enough for weights on a grid of 4 bits
+    monkeypatch.setattr(calibration, "ROWS", 8)  # enough for weights on a grid of 4 bits, as are two ranges
     monkeypatch.setattr(calibration, "LENGTH", 32)
+    monkeypatch.setattr(quantize, "RANGES", quantize.RANGES[:3:2])
     settings = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": cached, "max_num_seqs": 8,
                 "packed_weights_cache": 0.0}
     *bounds, least_kept = FORMATS[dtype, quantization, cached]
@@ -358,7 +360,7 @@ def test_structured_output_is_valid_and_right(stored: LLM) -> None:
 def test_alone_and_in_company(stored: LLM, folder: Path, prompts: list[list[int]]) -> None:
     """In bfloat16, and of the file as it is: token by token, with their log-probabilities."""
     asked = [{"prompt_token_ids": prompt} for prompt in prompts if 15 < len(prompt) < 300][::2]
-    params = replace(GREEDY, logprobs=1)
+    params = replace(GREEDY, max_tokens=12, logprobs=1)
     for llm in (stored, LLM(str(folder), dtype="bfloat16", max_num_seqs=12, kv_cache_memory=256 << 20)):
         together = llm.generate(asked, params, use_tqdm=False)
         llm.reset_prefix_cache()
@@ -375,7 +377,7 @@ def test_drafts_change_no_token_of_an_edit(exact: Loaded, folder: Path) -> None:
     text = "\n\n".join(FUNCTION.replace("total_price", name) for name in before)
     text += "\n\n" + head.replace("total_price", "final_price") + "\n"
     prompts = [tokenizer.encode(text, add_special_tokens=False), reference()["chats"]["edit"]]
-    params = SamplingSpec(temperature=0, max_tokens=40)
+    params = SamplingSpec(temperature=0, max_tokens=28)
     adds = [Add(f"r{number}", RequestSpec(prompt, params)) for number, prompt in enumerate(prompts)]
     plain = play(engine(exact, folder), adds)
     expected = [Add(one.request_id, replace(one.spec, prediction=edited(plain.outputs[one.request_id].tokens)))

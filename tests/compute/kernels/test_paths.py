@@ -119,13 +119,13 @@ from slotwise.compute.kernels.cpu.products import onednn
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.runner.memory_budget import resident_bytes
 
-kernels = CpuKernels(1, path="onednn")
+kernels, rows = CpuKernels(1, path="onednn"), int(sys.argv[1])
 products = [kernels.linear(torch.randn(size, 64).bfloat16()) for size in (64, 128, 192, 256)]
 with torch.inference_mode():
-    for rows in range(1, 300):
+    for number in range(1, rows + 1):
         for product in products:
-            product(torch.ones(rows, 64).bfloat16())
-        if rows == 1:
+            product(torch.ones(number, 64).bfloat16())
+        if number == 1:
             before = resident_bytes()
 print(resident_bytes() - before, kernels.library_bytes(torch.bfloat16))
 """
@@ -134,21 +134,22 @@ print(resident_bytes() - before, kernels.library_bytes(torch.bfloat16))
 @product_paths.each(["onednn"])
 def test_what_onednn_keeps_is_bounded_and_counted(path):
     """1,200 products: unbounded they take 400 MB and more."""
-    taken, said = map(int, output(PRODUCTS).split())
+    taken, said = map(int, output(PRODUCTS, 299).split())
     assert said == onednn.KEPT * onednn.KEPT_BYTES
     assert taken < 2 * said  # with the gaps that tensors of other sizes leave in the heap
 
 
 @product_paths.each(["onednn"])
 def test_a_user_s_own_bound_is_kept_and_counted(path):
-    _, said = map(int, output(PRODUCTS, LRU_CACHE_CAPACITY="7", ONEDNN_PRIMITIVE_CACHE_CAPACITY="9").split())
+    _, said = map(int, output(PRODUCTS, 3, LRU_CACHE_CAPACITY="7", ONEDNN_PRIMITIVE_CACHE_CAPACITY="9").split())
     assert said == 9 * onednn.KEPT_BYTES
 
 
-def output(script: str, **bounds: str) -> str:
-    """What a fresh interpreter prints, with these bounds in its environment and no others."""
+def output(script: str, rows: int, **bounds: str) -> str:
+    """What a fresh interpreter prints, whose products have up to so many rows, with no bounds but these."""
     environment = {name: value for name, value in os.environ.items() if name not in onednn.BOUNDS}
-    run = subprocess.run([sys.executable, "-c", script], env=environment | bounds, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", script, str(rows)], env=environment | bounds, capture_output=True,
+                         text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -129,6 +129,15 @@ def _told(program: str, **environment: str) -> str:
     return run.stdout
 
 
+FEWER = """
+import torch
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+kernels = CpuKernels(4)
+kernels.launcher.join_torch()
+weight, x = torch.randn(64, 32), torch.randn(40, 32)
+assert torch.allclose(kernels.linear(weight)(x), x @ weight.T, atol=1e-4)
+assert kernels.record(lambda: x) is None
+"""
 FORKED = """
 import os
 from slotwise.compute.kernels.cpu.threads import INSIDE, ThreadPool
@@ -150,23 +159,9 @@ for helpers in (1, 3, 3):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_process_works_alone_and_its_parent_ends_while_helpers_are_awake():
-    _told(FORKED, PYTHONPATH=os.pathsep.join(sys.path))
-
-
-FEWER = """
-import torch
-from slotwise.compute.kernels.cpu.kernels import CpuKernels
-kernels = CpuKernels(4)
-kernels.launcher.join_torch()
-weight, x = torch.randn(64, 32), torch.randn(40, 32)
-assert torch.allclose(kernels.linear(weight)(x), x @ weight.T, atol=1e-4)
-assert kernels.record(lambda: x) is None
-"""
-
-
-def test_work_beside_torch_is_done_also_where_fewer_threads_start_than_were_asked_for():
-    _told(FEWER, OMP_THREAD_LIMIT="1")
+def test_fewer_threads_do_the_work_a_forked_process_works_alone_and_its_parent_ends_while_helpers_are_awake():
+    """One process for all of this: importing torch takes longest."""
+    _told(FEWER + FORKED, OMP_THREAD_LIMIT="1", PYTHONPATH=os.pathsep.join(sys.path))
 
 
 WHERE = """

@@ -14,7 +14,7 @@ from slotwise.compute.kernels.interface import RaggedBatch
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.loading import load_model
 
-BLOCK, LONGEST = 64, 4000
+BLOCK, LONGEST = 64, 2100  # tokens: of attention's three segments
 PATHS = ["float32", "amx", "bf16", "fp16"]  # of products whose result does not depend on the number of rows
 FAMILIES = ("llama3", "mistral", "gemma2", "qwen3_5", "deepseek_v3")  # of different attention
 LAST = 9  # positions whose logits are compared

@@ -94,7 +94,7 @@ def a_token_at_a_time(side: Side, slot: int, start: int, logits: list[Tensor]) -
 
 
 @pytest.mark.parametrize("is_device", [False, True], ids=["host", "device"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(params, st.lists(rows, min_size=3, max_size=3)), min_size=1, max_size=4),
        st.integers(0, 1000))
 def test_drafts_verified_together_give_what_a_token_at_a_time_gives(is_device, requests, seed):

@@ -202,11 +202,12 @@ class _ArenaPlace:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        self.num_bytes = len(memory)
         self.user: Callable[[], Tensor | None] = lambda: None
 
     def fits(self, needed: int) -> bool:
         """Whether it is free and has at least `needed` bytes."""
-        return len(self.memory) >= needed and self.user() is None
+        return self.num_bytes >= needed and self.user() is None
 
 
 class Arena:

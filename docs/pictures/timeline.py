@@ -21,7 +21,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PATIENCE = 120  # seconds
 WIDE = {"width": 1360, "height": 860}
 CLOSE = 44  # steps in the picture of a freed slot

@@ -142,6 +142,22 @@ def test_an_adapter_takes_the_pieces_of_its_prompts_with_it() -> None:
     assert [play.router.hit(pieces_of([token] * 16)) for token in (1, 2, 3)] == [0, 0, 0]
 
 
+def test_a_tenants_prompts_are_forgotten_with_those_in_progress() -> None:
+    play = Play(0)
+    for name, tenant, token in (("a", "one", 1), ("b", "two", 2), ("c", "one", 3)):
+        prompt = [token] * 32
+        play.server.ask(play.server.machine.now, Add(name, RequestSpec(prompt, SamplingSpec(max_tokens=1))))
+        play.index.expect(name, (32, pieces_of(prompt)), 32, BLOCK, tenant=tenant)
+        if name == "b":
+            play.run()
+            play.router.ask()
+    assert play.router.hit(pieces_of([1] * 32)) == 8
+    play.index.forget("one")
+    play.run()
+    play.router.ask()
+    assert [play.router.hit(pieces_of([token] * 32)) for token in (1, 2, 3)] == [0, 8, 0]
+
+
 def test_a_router_that_missed_changes_gets_the_whole_index() -> None:
     play = Play(0)
     play.send([1] * 32)

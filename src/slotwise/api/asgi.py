@@ -162,8 +162,7 @@ class App(Generic[Served]):
         keys, authorization = self.api.clients.keys, headers.get(b"authorization", b"")
         if not authorization and (key := headers.get(b"x-api-key")):  # Anthropic's header
             authorization = b"Bearer " + key
-        if not scope["path"].startswith(ADMIN) and not (
-                scope["path"] == lifecycle.RESET and not keys.scope_of(keys.tenant(authorization))):
+        if keys.needed if scope["path"] == lifecycle.RESET else not scope["path"].startswith(ADMIN):
             return keys.tenant(authorization)
         client = scope.get("client") or ("",)
         return keys.admin(authorization, is_local=is_local(client[0], headers))

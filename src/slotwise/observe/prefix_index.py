@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,13 +40,20 @@ class Changes(NamedTuple):
     is_whole: bool
 
 
+class Origin(NamedTuple):
+    """Whose prompts a piece is from."""
+
+    adapter: int  # its number; 0: the base model
+    tenant: str
+
+
 @dataclass(slots=True)
 class _Prompt:
     """A request whose prompt is not computed to its last piece."""
 
     pieces: tuple[int, ...]
     ends: list[int]  # tokens up to each piece's end, at least a block
-    adapter: int  # number of the adapter; 0: the base model
+    origin: Origin
     blocks: tuple[int, ...] = ()
     num_computed: int = 0  # pieces
 
@@ -64,11 +71,11 @@ class PrefixIndex(Observer):
     _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
     _pieces_of: dict[int, list[int]] = field(default_factory=dict)  # by block
-    _adapter_of: dict[int, int] = field(default_factory=dict)  # by piece: the number of its adapter, if it has one
+    _origin_of: dict[int, Origin] = field(default_factory=dict)  # by piece
     _prompts: dict[int, _Prompt] = field(default_factory=dict)  # by request
 
     def expect(self, request_id: int, prefix: tuple[int, tuple[int, ...]], num_tokens: int, piece_bytes: int,
-               adapter: int = 0) -> None:
+               adapter: int = 0, tenant: str = "") -> None:
         """A request has been submitted.
 
         Args:
@@ -76,6 +83,7 @@ class PrefixIndex(Observer):
             num_tokens: of its prompt, as the engine reads it.
             piece_bytes: bytes of a piece.
             adapter: number of its adapter; 0: the base model.
+            tenant: that it is of.
         """
         num_bytes, pieces = prefix
         if not pieces or not self._shares:
@@ -84,7 +92,7 @@ class PrefixIndex(Observer):
         kept = self.piece_tokens or share * piece_bytes
         self.piece_tokens = kept * FADE + share * piece_bytes * (1 - FADE)
         ends = [max(self._block_size, int(share * piece_bytes * number)) for number in range(1, len(pieces) + 1)]
-        self._prompts[request_id] = _Prompt(pieces, ends, adapter)
+        self._prompts[request_id] = _Prompt(pieces, ends, Origin(adapter, tenant))
 
     def changes(self, instance: str, since: int) -> Changes:
         """Returns the changes since version `since` of `instance`; all pieces where they are not remembered."""
@@ -110,13 +118,23 @@ class PrefixIndex(Observer):
 
     def adapters_are(self, numbers: Collection[int]) -> None:
         """These adapters may be named: what was cached with others is never found."""
-        for piece in [piece for piece, adapter in self._adapter_of.items() if adapter not in numbers]:
+        known = {0, *numbers}
+        self._forget_all([piece for piece, origin in self._origin_of.items() if origin.adapter not in known])
+
+    def forget(self, tenant: str) -> None:
+        """The prompts that a tenant has sent were removed from the cache; "": those of all tenants."""
+        for number in [number for number, one in self._prompts.items() if tenant in ("", one.origin.tenant)]:
+            del self._prompts[number]
+        self._forget_all([piece for piece, origin in self._origin_of.items() if tenant in ("", origin.tenant)])
+
+    def _forget_all(self, pieces: Iterable[int]) -> None:
+        for piece in pieces:
             self._pieces_of[self._block_of[piece]].remove(piece)
             self._forget(piece)
 
     def _forget(self, piece: int) -> None:
         del self._block_of[piece]
-        self._adapter_of.pop(piece, None)
+        del self._origin_of[piece]
         self._changed(piece, is_added=False)
 
     def _clear(self) -> None:
@@ -165,8 +183,7 @@ class PrefixIndex(Observer):
                 continue
             self._block_of[piece] = block
             self._pieces_of.setdefault(block, []).append(piece)
-            if prompt.adapter:
-                self._adapter_of[piece] = prompt.adapter
+            self._origin_of[piece] = prompt.origin
             self._changed(piece, is_added=True)
         if prompt.num_computed == len(prompt.pieces):
             del self._prompts[request_id]

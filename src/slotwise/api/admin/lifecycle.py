@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from slotwise.api.admin.admin import model_card
-from slotwise.api.generate.context import ServedEngine, ServerClients, TextService
+from slotwise.api.generate.context import Observers, ServedEngine, ServerClients, TextService
 from slotwise.api.http.api_errors import ApiError, bad_request, from_refusal
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields
@@ -71,13 +71,16 @@ async def load_model(clients: ServerClients, engine: ServedEngine, exchange: Htt
 
 
 @about(takes_body=False)
-async def reset_prefix_cache(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
+async def reset_prefix_cache(clients: ServerClients, engine: ServedEngine, observers: Observers,
+                             exchange: HttpExchange) -> None:
     """Forget the key's cached prompts, in memory and on disk; with the admin key, or without keys, all prompts."""
     await _no_fields(clients, exchange)
     _query(exchange)
-    sleep, tenant = _sleep_of(engine), clients.keys.scope_of(exchange.tenant)
+    sleep, tenant = _sleep_of(engine), "" if clients.keys.is_admin(exchange.tenant) else exchange.tenant
     try:
         sleep.reset_cache(tenant or None)
+        observers.batched_observer.flush()
+        observers.prefix_index.forget(tenant)
         num_blocks = await engine.client.remove_stored(tenant or None)
     except Refused as refused:
         raise from_refusal(refused) from refused

@@ -202,9 +202,8 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     salt = _salt(exchange.tenant, request.cache_salt)
     kv = transfer_of(request, validated.prompts, spec.params, api.engine.client.info.kv_transfer,
                      is_trusted=has_secret(exchange.scope["headers"], api.settings.kv_transfer_secret))
-    generation = api.engine.sleep.generation_of(exchange.tenant) if api.engine.sleep is not None else 0
-    spec = replace(spec, salt=salt, cache_generation=generation, kv=kv,
-                   prediction=await _prediction(api, exchange, request), queue_timeout=_queue_timeout(api, spec))
+    spec = replace(spec, salt=salt, kv=kv, prediction=await _prediction(api, exchange, request),
+                   queue_timeout=_queue_timeout(api, spec))
     spec, num_retained = _retention(api, exchange, request, replace(spec, session=session_of(exchange, spec)),
                                     validated.prompts[0])
     with api.engine.models.held(request.model) as adapter:
@@ -403,7 +402,7 @@ async def _submit(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
                 if api.observers.traces is not None and exchange.traceparent:
                     api.observers.traces.caller(unique, exchange.traceparent)
                 spec = replace(shared, prompt=tokens, params=shared.params.of_choice(k), seed=(seed + k) % 2**64,
-                               forced_length=forced_length)
+                               forced_length=forced_length, cache_generation=_cache_generation(api, exchange))
                 generation = api.engine.client.submit(Add(UNSUBMITTED, spec, timing, unique))
                 generation.num_prompt = len(prompt) if spec.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
@@ -413,6 +412,14 @@ async def _submit(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
         if isinstance(error, Refused):
             raise from_refusal(error, api.limits.admission_control.retry_after) from error
         raise
+
+
+def _cache_generation(api: Api, exchange: HttpExchange) -> int:
+    """The generation of the key's cached prompts, of a request that is submitted before the event loop goes on.
+
+    One that was read earlier may be out of date: a prompt would be found, and stored again, after a reset.
+    """
+    return api.engine.sleep.generation_of(exchange.tenant) if api.engine.sleep is not None else 0
 
 
 def _without_long_stops(spec: RequestSpec) -> RequestSpec:
@@ -494,7 +501,7 @@ async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
         exchange.about_generation = partial(log_fields, api.request_log, job, choices)
         await start(api, exchange, job, choices)
         api.observers.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE,
-                                job.spec.adapter)
+                                job.spec.adapter, exchange.tenant)
         exchange.more += headers_of(wait_estimate)
         await _generate(api, exchange, job, choices)
 

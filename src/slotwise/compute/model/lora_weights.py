@@ -21,6 +21,7 @@ reads, and may run on another thread during steps; the other methods belong to t
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import math
 import threading
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import AddedProduct, Kernels, LowRank, LowRankPart, PackedFactors
-from slotwise.compute.model.checkpoint import ADAPTER, content_digest
+from slotwise.compute.model.checkpoint import ADAPTER
 from slotwise.compute.model.fields import Fields, read_json
 from slotwise.compute.model.names import canonical
 from slotwise.compute.model.stored_tensors import WHOLE, Cuts, TableEntry, damaged, read_table
@@ -232,7 +233,7 @@ class LoraWeights:
         self._elsewhere = elsewhere
         self.num_places = num_places
         self._loading = threading.Lock()  # one adapter is loaded at a time
-        self._loaded: dict[int, str] = {}  # digests of their files, by number
+        self._loaded: dict[int, str] = {}  # digests of what was read, by number
         # The factors of each product, of adapters without a place.
         self._unplaced: dict[int, list[PackedFactors | None]] = {}
         self._places: dict[int, int] = {}  # by number
@@ -292,13 +293,12 @@ class LoraWeights:
                 raise CheckpointError(f"{self.num_places} adapters are in memory, those included that unfinished "
                                       "requests still need, and max_cpu_loras allows no more: unload one")
             try:
-                self._unplaced[number] = self._packed(folder)
+                self._unplaced[number], self._loaded[number] = self._packed(folder)
             except MemoryError as error:
                 raise CheckpointError(f"{folder} does not fit memory") from error
-            self._loaded[number] = content_digest(folder)
 
     def digest(self, number: int) -> str:
-        """Returns a digest of the files of a loaded adapter; "" if the adapter is not loaded."""
+        """Returns a digest of the numbers of a loaded adapter; "" if the adapter is not loaded."""
         return self._loaded.get(number, "")
 
     def unload(self, number: int) -> None:
@@ -310,15 +310,19 @@ class LoraWeights:
                 added.set(place, None)
             self._free.append(place)
 
-    def _packed(self, folder: Path) -> list[PackedFactors | None]:
-        """An adapter's factors of each product."""
+    def _packed(self, folder: Path) -> tuple[list[PackedFactors | None], str]:
+        """An adapter's factors of each product, and a digest of all of them.
+
+        Its files may be exchanged meanwhile, so the digest is one of the numbers that were read.
+        """
         adapter = read_adapter(folder, self._most_bytes)
         left = dict(adapter.tensors)
-        packed = []
+        packed, digest = [], hashlib.sha256()
         for product, added in zip(self.products, self._added, strict=True):
             for name in product.parts:  # which several products may have, each some of its outputs
                 left.pop(name, None)
             factors = self._factors(product, adapter)
+            _update(digest, factors)
             packed.append(None if factors is None else added.pack(factors))
         for product in self._elsewhere:
             for name in product.parts:
@@ -326,7 +330,7 @@ class LoraWeights:
         if left:
             raise CheckpointError(f"{folder} adapts {next(iter(left))!r:.120}, which this model does not have, or "
                                   "of which adapters are not supported")
-        return packed
+        return packed, digest.hexdigest()
 
     def _factors(self, product: AdaptableProduct, adapter: PeftAdapter) -> LowRank | None:
         """An adapter's factors for this rank's part of one product."""
@@ -392,3 +396,14 @@ class LoraWeights:
         if not bool(values.isfinite().all()):
             raise CheckpointError(f"{adapter.where}: a tensor of {name} holds numbers that are not finite")
         return values
+
+
+def _update(digest: hashlib._Hash, factors: LowRank | None) -> None:
+    """Add what an adapter adds to a product to a digest."""
+    tensors = [] if factors is None else [
+        *(tensor for part in factors.parts for tensor in (part.a, part.b)),
+        *([] if factors.bias is None else [factors.bias])]
+    firsts = [] if factors is None else [part.first for part in factors.parts]
+    digest.update(repr((firsts, [tuple(tensor.shape) for tensor in tensors])).encode())
+    for tensor in tensors:
+        digest.update(tensor.flatten().numpy().data)

@@ -4,8 +4,8 @@
     python -m benchmarks.kv_disk MODEL streams
 
 A server is started, answers prompts, and is started again.  `warm` is the time to the first token of a prompt whose
-blocks are on disk, `cold` that of another prompt of the same length.  With `streams`, four streams decode meanwhile:
-their gaps are measured during two seconds without prompts, and until the first token of `warm` and of `cold`.
+blocks are on disk, `cold` that of another prompt of the same length.  With `streams`, four streams decode meanwhile.
+Their gaps are measured in turns without prompts and until the first token of a `warm` prompt; at last of a `cold` one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from pathlib import Path
 import httpx
 
 NUM_TOKENS = 4000
-OUTPUT = 1500  # tokens of a stream
+OUTPUT = 4000  # tokens of a stream
+NUM_WARM = 8  # prompts that are read beside the streams
+PAUSE = 0.7  # seconds without prompts before each of them, as long as it takes to read one
 RESULT = Path(__file__).parent / "results" / "kv-disk-cpu.json"
 READY = re.compile(r"Ready after .* on (https?://\S+)")
 
@@ -90,20 +92,26 @@ def gaps(found: list[float], begin: float, end: float) -> list[float]:
             if begin <= later <= end]
 
 
-def beside_streams(client: httpx.Client, tokens: list[int] | None) -> tuple[list[float], float]:
-    """The gaps of four streams in milliseconds while `tokens` are read or computed, and the first token's seconds."""
+def beside_streams(client: httpx.Client) -> dict[str, dict[str, float]]:
+    """The gaps of four streams in milliseconds while prompts are read, while one is computed, and in between."""
     found: list[list[float]] = []
     threads = [threading.Thread(target=lambda number=number: found.append(  # type: ignore[misc]
         times(client, prompt(1000 + number)[:32], OUTPUT))) for number in range(4)]
     for thread in threads:
         thread.start()
     time.sleep(1.5)
-    began = time.monotonic()
-    seconds = first(client, tokens) if tokens is not None else 0.0
-    ended = time.monotonic() if tokens is not None else began + 2
+    spans: dict[str, list[tuple[float, float]]] = {"quiet": [], "warm": [], "cold": []}
+    for number in range(NUM_WARM + 1):
+        began = time.monotonic()
+        time.sleep(PAUSE)
+        spans["quiet"].append((began, time.monotonic()))
+        began = time.monotonic()
+        first(client, prompt(number if number < NUM_WARM else 80))
+        spans["warm" if number < NUM_WARM else "cold"].append((began, time.monotonic()))
     for thread in threads:
         thread.join()
-    return [gap for one in found for gap in gaps(one, began, ended)], seconds
+    return {what: described([gap for one in found for span in parts for gap in gaps(one, *span)]) | {
+        "first_s": round(statistics.median(end - began for began, end in parts), 3)} for what, parts in spans.items()}
 
 
 def described(values: list[float]) -> dict[str, float]:
@@ -123,15 +131,9 @@ def restarts(model: str, folder: Path, repeats: int) -> list[dict[str, float]]:
 
 
 def streams(model: str, folder: Path) -> dict[str, dict[str, float]]:
-    found = {}
     with serving(model, folder) as client:
         first(client, prompt(99)[:600])
-        asks = {"quiet": None, "warm": prompt(0), "quiet again": None, "warm again": prompt(1), "cold": prompt(80)}
-        for what, tokens in asks.items():
-            between, seconds = beside_streams(client, tokens)
-            found[what] = described(between) | {"first_s": round(seconds, 3)}
-        found["metrics"] = metrics(client)
-    return found
+        return beside_streams(client) | {"metrics": metrics(client)}
 
 
 def main() -> None:
@@ -144,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with serving(asked.model, folder) as client:
-            for number in range(asked.repeats if asked.what == "restarts" else 2):
+            for number in range(asked.repeats if asked.what == "restarts" else NUM_WARM):
                 first(client, prompt(number))
                 wait_written(folder)
         known |= {"model": asked.model, "tokens": NUM_TOKENS, "date": time.strftime("%-d %B %Y")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -104,6 +105,50 @@ def test_a_key_removes_its_own_prompts_and_the_operator_all(server: Live, folder
     removed = post(server, "/reset_prefix_cache").raise_for_status().json()
     assert removed["tenant"] == "all" and not {path.stem[-16:] for path in files_in(folder)} & kept
     assert "found" not in ask(server, 0, "two")
+
+
+SHARED = "def total(numbers):\n    return sum(number for number in numbers if number)\n\n" * 4
+WORDS = {"one": "xx xj jx jjx", "two": "zz zq qz qqz"}  # letters that neither the shared text nor the other key has
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_answer_to_a_key_shows_what_another_key_sent(server: Live, seed: int) -> None:
+    """Whatever both send, from memory and from disk, and whenever either removes its own."""
+    draw, ids = Random(seed), list[str]()
+    for number in range(24):
+        key = draw.choice(("one", "two"))
+        words = WORDS[key].split()
+        own = " ".join(draw.choices(words, k=draw.choice((8, 40))))
+        headers = headers_of(key) | {"X-Session-Id": f"session-of-{key}"}
+        answer = server.client.post("/v1/completions", headers=headers, json={
+            "prompt": SHARED[: draw.choice((40, len(SHARED)))] + own, "max_tokens": 1,
+            "request_id": f"{seed}-{number}-of-{key}", "cache_salt": draw.choice((None, f"salt-of-{key}"))})
+        ids.append(answer.raise_for_status().json()["id"])
+        if draw.random() < 0.15:
+            post(server, "/reset_prefix_cache", key).raise_for_status()
+    for key, other in (("one", "two"), ("two", "one")):
+        def get(path: str, key: str = key) -> Any:
+            return server.client.get(path, headers=headers_of(key))
+
+        report = get("/cache/report").json()
+        explained = [get(f"/explain/{one}").json() for one in ids if one.endswith(key)]
+        assert explained and report["divergences"]
+        assert all(get(f"/explain/{one}").status_code == 404 for one in ids if one.endswith(other))
+        spans = [span for one in explained for request in one["requests"] for span in request["cache"]["spans"]]
+        shown = [*report["divergences"], *(span for span in spans if "text" in span)]
+        assert any(set(WORDS[key]) - {" "} & set(str(one["text"])) for one in shown)
+        for one in shown:
+            assert not set(str(one["text"]) + one["advice"].partition("(")[2]) & set(WORDS[other]) - {" "}, one
+        stream, metrics = get("/events?follow=0").text, get("/metrics").text
+        for text in (str(report), str(explained), stream, metrics):
+            assert f"of-{other}" not in text
+    post(server, "/reset_prefix_cache", "two").raise_for_status()
+    ask(server, 0)
+    assert "found" in ask(server, 0)
+
+
+def headers_of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def test_an_llm_finds_what_another_has_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ def times() -> StepTimeModel:
     return found
 
 
-def driver_of(policy: str, num_blocks: int = 8, share: float = 1.0) -> Watching:
+def driver_of(policy: str, num_blocks: int = 8, share: float = 1.0, num_host_blocks: int = 0) -> Watching:
     return Watching(
-        limits(num_blocks=num_blocks, max_model_len=33, eviction_policy=policy, tenant_cache_share=share), None, None,
-        times())
+        limits(num_blocks=num_blocks, max_model_len=33, eviction_policy=policy, tenant_cache_share=share,
+               num_host_blocks=num_host_blocks), None, None, times())
 
 
 def served(driver: Watching, name: str, token: int, num_blocks: int, **spec: object) -> int:
@@ -59,6 +59,31 @@ def test_a_claimed_prefix_outlives_others_until_its_time_is_over():
         for number in range(4):
             served(driver, f"n{number}", 10 + number, 4)
         assert served(driver, "again", 1, 3) == found
+
+
+@pytest.mark.parametrize(("policy", "found"), [(LRU, 0), (HINTED, 12), (PREDICTED, 12)])
+def test_a_claim_holds_in_host_memory_too_until_its_time_is_over(policy, found):
+    """Its blocks leave the device one by one; on the host they outlive what was used later."""
+    driver = driver_of(policy, num_host_blocks=8)
+    served(driver, "kept", 1, 3, retain=50.0)
+    for number in range(4):
+        served(driver, f"n{number}", 10 + number, 7)
+    assert served(driver, "again", 1, 3, retain=50.0) == found
+    driver.now += 100.0
+    for number in range(4):
+        served(driver, f"later{number}", 14 + number, 7)
+    assert served(driver, "at last", 1, 3) == 0
+
+
+def test_what_a_tenant_claims_in_host_memory_is_its_share():
+    driver = driver_of(HINTED, num_host_blocks=12, share=0.5)  # four blocks of the device and six of the host
+    for name, token in (("a", 1), ("b", 2), ("c", 3)):
+        served(driver, name, token, 3, retain=1e6, slo=SLO("flood"))
+        served(driver, f"after {name}", 10 + token, 7)
+    assert driver.scheduler.kv.host.order._num_covered == {"flood": 6}
+    for token in range(4, 7):
+        served(driver, f"later {token}", 10 + token, 7)
+    assert [served(driver, f"{token} again", token, 3) for token in (2, 3, 1)] == [12, 12, 0]
 
 
 def test_claims_make_no_request_wait():
@@ -154,11 +179,12 @@ PROMPTS = st.lists(st.tuples(
 
 
 @settings(max_examples=60, deadline=None)
-@given(PROMPTS, st.sampled_from(EVICTION_POLICIES), st.sampled_from(EVICTION_POLICIES), st.sampled_from((0.2, 1.0)))
-def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, policy, later, share):
+@given(PROMPTS, st.sampled_from(EVICTION_POLICIES), st.sampled_from(EVICTION_POLICIES), st.sampled_from((0.2, 1.0)),
+       st.sampled_from((0, 3, 15)))
+def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, policy, later, share, on_host):
     """Also where the order changes while blocks are cached."""
-    driver = Checked(limits(num_blocks=10, max_model_len=25, eviction_policy=policy, tenant_cache_share=share), None,
-                     None, times())
+    driver = Checked(limits(num_blocks=10, max_model_len=25, eviction_policy=policy, tenant_cache_share=share,
+                            num_host_blocks=on_host), None, None, times())
     for index, (prompt, session, retain, tenant) in enumerate(prompts):
         new = request(f"r{index}", prompt, 2, ignore_eos=True)
         new.spec = replace(new.spec, session=session, retain=retain, slo=SLO(tenant))
@@ -171,8 +197,12 @@ def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, pol
             driver.plan()
             driver.commit()
     driver.run()
-    order = driver.scheduler.kv.pool.cached
+    driver.scheduler.check()
+    order, below = driver.scheduler.kv.pool.cached, driver.scheduler.kv.host.order
     if isinstance(order, Retained):
         assert all(held <= share * 10 for held in order._num_covered.values())
-        driver.scheduler.kv.pool.evict(10)
-        assert not order._claims and not order._covers and not order._of_tenant and not order._num_covered
+        driver.scheduler.kv._pop_blocks(10, request("all", [1]), driver.now)
+        while len(below):
+            below.pop()
+        for one in (order, below):
+            assert not one._claims and not one._covers and not one._of_tenant and not one._num_covered

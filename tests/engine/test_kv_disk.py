@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from support.apart import LIMITS, Side
@@ -25,6 +27,7 @@ from support.toy import alone, in_seed, request
 from slotwise.core.cache_causes import FOUND, FOUND_ON_DISK
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import COST, EVICTION_POLICIES, LRU, OBEYING, PREDICTED
 from slotwise.core.step_time import work_of
 from slotwise.engine import kv_disk
 from slotwise.engine.kv_disk import HEADER, ContentKeys, DiskLink, DiskStore, owner_of, tenant_secret
@@ -40,20 +43,20 @@ class Stored(Side):
     """An engine with blocks on disk."""
 
     def __init__(self, folder: Path, identity: str = "toy", most: int = 1 << 20, max_age: float = DAY,
-                 adapters: Mapping[int, str] | None = None) -> None:
-        super().__init__(LIMITS)
+                 adapters: Mapping[int, str] | None = None, policy: str = LRU) -> None:
+        super().__init__(replace(LIMITS, eviction_policy=policy))
         self.store = DiskStore(folder, self.blocks.block_bytes, most, max_age)
         self.disk = DiskLink(self.store, self.blocks, self.scheduler, identity,
                              digest_of=lambda number: (adapters or {}).get(number, ""))
         self.engine._kv_link = self.disk
 
-    def ask(self, name: str, prompt: list[int], salt: str = "", max_tokens: int = 8, adapter: int = 0) -> None:
-        spec = RequestSpec(prompt, SamplingSpec(max_tokens=max_tokens), salt=salt, adapter=adapter)
+    def ask(self, name: str, prompt: list[int], salt: str = "", max_tokens: int = 8, **fields: Any) -> None:
+        spec = RequestSpec(prompt, SamplingSpec(max_tokens=max_tokens), salt=salt, **fields)
         self.handle(Add(UNSUBMITTED, spec, name=name))
 
-    def run(self, name: str, prompt: list[int], salt: str = "", adapter: int = 0) -> int:
+    def run(self, name: str, prompt: list[int], salt: str = "", **fields: Any) -> int:
         """Runs a request to its end and checks its tokens; returns how many of its prompt tokens were cached."""
-        self.ask(name, prompt, salt, adapter=adapter)
+        self.ask(name, prompt, salt, **fields)
         self.finish()
         assert self.tokens[name] == alone(request("alone", prompt), LIMITS)
         number = self.names.index(name)
@@ -180,14 +183,15 @@ def test_a_file_that_is_not_what_its_name_says_is_a_miss(make, tmp_path, harm):
 
 
 def test_a_hundred_requests_with_evictions_aborts_and_damage_get_their_tokens(make, tmp_path):
-    for seed in range(3):
+    for seed, policy in enumerate((LRU, COST, PREDICTED)):
         with in_seed(seed):
-            draw, side = Random(seed), make(most=40 * 4096)
+            draw, side = Random(seed), make(most=40 * 4096, policy=policy)
             stems = [[draw.randrange(1, 23) for _ in range(48)] for _ in range(4)]
             for number in range(40):
                 stem = draw.choice(stems)
                 prompt = [*stem[: draw.randrange(8, 49)], *[draw.randrange(1, 23) for _ in range(draw.randrange(8))]]
-                side.ask(f"r{number}", prompt, draw.choice(["", "a", "a:b"]), draw.randrange(1, 9))
+                side.ask(f"r{number}", prompt, draw.choice(["", "a", "a:b"]), draw.randrange(1, 9),
+                         retain=draw.choice((0.0, 1e6)), session=draw.choice(("", "one")))
                 for _ in range(draw.randrange(4)):
                     side.step()
                 if draw.random() < 0.1:
@@ -200,7 +204,7 @@ def test_a_hundred_requests_with_evictions_aborts_and_damage_get_their_tokens(ma
             side.finish()
             side.scheduler.check()
             assert side.scheduler.num_free_blocks == LIMITS.num_blocks
-            assert side.store.num_bytes <= 40 * 4096
+            assert side.store.num_bytes <= 40 * 4096 and len(side.store.order) == len(side.store)
             assert replay(side.log.entries).difference is None
 
 
@@ -220,6 +224,20 @@ def test_the_size_is_kept_by_removing_what_was_used_longest_ago(make, tmp_path):
     assert side.run("b", PROMPT[::-1]) < 48
     with pytest.raises(OSError, match="raise kv_disk_size"):
         make(most=100)
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_files_go_in_the_order_of_eviction_continuations_first(make, tmp_path, policy):
+    side = make(most=40 * 4096, policy=policy)
+    side.run("kept", PROMPT, retain=1e6)
+    side.run("branch", [*PROMPT[:24], 1, 1, 1, 1, 1])
+    for number in range(3):
+        side.run(f"n{number}", [number + 1, *PROMPT[::-1]])
+        side.written()
+        assert all(one.before is None or side.store.has(one.before.key) for one in side.store._files.values())
+    assert len(files_in(tmp_path)) == 40
+    found = make(most=40 * 4096, policy=policy).run("again", PROMPT)
+    assert found == 48 if policy in OBEYING else found < 48
 
 
 def test_old_files_are_removed_and_never_found(make, tmp_path):

@@ -24,19 +24,28 @@ when its last one goes.  A heap of leaves takes O(log n) a block; entries out of
 
 A claim ends at a time.  The hints of a tenant cover at most its share of the cache: if they would cover more,
 the oldest are dropped.  Predictions are the server's own, and have no share.
+
+Host memory and disk (`engine/kv_disk.py`) have orders of their own, of the same kind.  Host memory inherits the claim
+on a block that is evicted from the device, and that claim covers the blocks before it, too, which follow later:
+
+    device   b0 ◄── b1                      b1 is evicted next, although its claim has gone with b2
+    host                 ◄── b2 (claimed)   covers b1 and b0 from their arrival on
+
+The disk holds copies of blocks that may be on the device still, so it is given every claim as soon as it is made.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
 from slotwise.core.request import Request, State
-from slotwise.core.scheduler_limits import COST, HINTED, LRU, SchedulerLimits
+from slotwise.core.scheduler_limits import COST, HINTED, LRU, OBEYING, SchedulerLimits
 from slotwise.core.step_time import StepTimeModel, Work
 
 UNCLAIMED = 0.0  # the rank of a leaf without a claim
@@ -58,13 +67,40 @@ PRICED = 4096
 REPRICED = 256  # blocks priced between two readings of the step-time model
 
 
+class Content(Protocol):
+    """What a block holds, as orders see it; hashed by identity."""
+
+    @property
+    def before(self) -> Content | None:
+        """What continues with it; None: nothing, or it is not known."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Blocks before it in its prompt."""
+        ...
+
+
+class Tier(NamedTuple):
+    """Device memory, host memory or disk, as an order of its blocks sees it."""
+
+    total: int  # blocks
+    content: Callable[[int], Content]  # what a block holds
+    block_of: Callable[[Any], int]  # which block holds a content; NOWHERE: none of this tier
+    groups: int = 1  # contents of a position
+    is_below: bool = False  # a prefix may arrive after its continuation
+
+
 class EvictionOrder(Protocol):
-    """The cached blocks, in an order of eviction.  Deterministic: `now` is set by the scheduler, in seconds."""
+    """The cached blocks of a tier, in an order of eviction.  Deterministic: its owner sets `now`, in seconds."""
 
     needs_step_times: bool
     """The order reads the step-time model, which then learns from every step."""
 
     now: float
+
+    claims: list[tuple[Content, Claim]] | None
+    """Claims made since they were last read; None: they are not collected."""
 
     def __len__(self) -> int: ...
 
@@ -82,8 +118,12 @@ class EvictionOrder(Protocol):
         """Remove and return the block to evict.  There is one."""
         ...
 
-    def forget(self, cached: CachedBlock) -> None:
+    def forget(self, cached: Content) -> None:
         """Contents that were published cannot be found any more: claims on them end."""
+        ...
+
+    def inherit(self, cached: Content, claim: Claim) -> None:
+        """Take over a claim from the order of the tier above."""
         ...
 
     def admitted(self, request: Request, found: Sequence[Entry]) -> None:
@@ -100,6 +140,7 @@ class LeastRecentlyUsed:
 
     needs_step_times = False
     now = 0.0
+    claims: list[tuple[Content, Claim]] | None = None
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()  # a plain dict scans past all removed from its front
@@ -119,7 +160,9 @@ class LeastRecentlyUsed:
     def pop(self) -> int:
         return self._blocks.popitem(last=False)[0]
 
-    def forget(self, cached: CachedBlock) -> None: ...
+    def forget(self, cached: Content) -> None: ...
+
+    def inherit(self, cached: Content, claim: Claim) -> None: ...
 
     def admitted(self, request: Request, found: Sequence[Entry]) -> None: ...
 
@@ -135,7 +178,7 @@ class Price:
         self._per_block = 0.0  # by which a block's price grows from one to the next
         self._left = 0
 
-    def of(self, cached: CachedBlock) -> float:
+    def of(self, cached: Content) -> float:
         """Returns the price; 1 of every block while the model is untrained."""
         if not self._left:
             self._left = REPRICED
@@ -143,7 +186,7 @@ class Price:
                             for start in (0, PRICED))
             self._per_block = max(0.0, later / first - 1) * self.block_size / PRICED if first > 0 else 0.0
         self._left -= 1
-        return 1.0 + self._per_block * cached.entry.position
+        return 1.0 + self._per_block * cached.position
 
 
 class Leaf(NamedTuple):
@@ -153,20 +196,18 @@ class Leaf(NamedTuple):
 
 
 class Ranked:
-    """Base of the orders that rank leaves.
-
-    Args:
-        prefix: what the blocks hold.
-    """
+    """Base of the orders that rank leaves."""
 
     needs_step_times = True
+    claims: list[tuple[Content, Claim]] | None = None
 
-    def __init__(self, prefix: PrefixCache, price: Price) -> None:
+    def __init__(self, tier: Tier, price: Price) -> None:
         self.now = 0.0
-        self._prefix = prefix
+        self._tier = tier
+        self._content, self._block_of = tier.content, tier.block_of
         self._price = price
-        self._cached: dict[int, tuple[CachedBlock, Leaf]] = {}  # by block
-        self._continued: dict[CachedBlock, int] = {}  # number of cached continuations; those without are left out
+        self._cached: dict[int, tuple[Content, Leaf]] = {}  # by block
+        self._continued: dict[Content, int] = {}  # number of cached continuations; those without are left out
         self._leaves: list[Leaf] = []  # a heap
         self._uses = 0
 
@@ -177,7 +218,7 @@ class Ranked:
         return block in self._cached
 
     def add(self, block: int) -> None:
-        cached = self._prefix.content(block)
+        cached = self._content(block)
         self._uses += 1
         self._cached[block] = cached, Leaf(self._rank(cached), self._uses, block)
         if cached.before is not None:
@@ -192,8 +233,8 @@ class Ranked:
         self._continued[before] -= 1
         if not self._continued[before]:
             del self._continued[before]
-            if before.block in self._cached and self._cached[before.block][0] is before:
-                self._push(before.block)
+            if self._has(before):
+                self._push(self._block_of(before))
 
     def pop(self) -> int:
         leaf = self._pop_leaf(self._leaves)
@@ -203,18 +244,24 @@ class Ranked:
         self.remove(leaf.block)
         return leaf.block
 
-    def forget(self, cached: CachedBlock) -> None: ...
+    def forget(self, cached: Content) -> None: ...
+
+    def inherit(self, cached: Content, claim: Claim) -> None: ...
 
     def admitted(self, request: Request, found: Sequence[Entry]) -> None: ...
 
     def released(self, request: Request) -> None: ...
 
-    def _rank(self, cached: CachedBlock) -> float:
+    def _rank(self, cached: Content) -> float:
         """Returns the rank of a block that becomes cached; the smallest is evicted first."""
         raise NotImplementedError
 
     def _evicted(self, leaf: Leaf) -> None:
         """A leaf is about to be evicted."""
+
+    def _has(self, cached: Content) -> bool:
+        """Whether it is in one of the blocks of this order."""
+        return self._cached.get(self._block_of(cached), (None,))[0] is cached
 
     def _push(self, block: int) -> None:
         """Rank a cached block that is a leaf."""
@@ -239,12 +286,21 @@ class Ranked:
         return cached is not None and latest is not None and latest.use == leaf.use and cached not in self._continued
 
 
+class LeastRecentlyUsedLeaf(Ranked):
+    """As `LeastRecentlyUsed`, of blocks that come and are used prefixes first."""
+
+    needs_step_times = False
+
+    def _rank(self, cached: Content) -> float:
+        return UNCLAIMED
+
+
 class CheapestFirst(Ranked):
     """Evicts what is cheapest to compute again, aged by GreedyDual-Size."""
 
     _level = 0.0
 
-    def _rank(self, cached: CachedBlock) -> float:
+    def _rank(self, cached: Content) -> float:
         return self._level + self._price.of(cached)
 
     def _evicted(self, leaf: Leaf) -> None:
@@ -267,7 +323,7 @@ class Cover:
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant  # it counts for the first that claims it
         self.count = 0  # its claim, and its continuations that are covered
-        self.before: CachedBlock | None = None  # which it covers
+        self.before: Content | None = None  # which it covers
 
 
 class Retained(Ranked):
@@ -277,18 +333,22 @@ class Retained(Ranked):
     Once it is evicted, the blocks before it have no claim left: under pressure whole sequences go, one by one.
 
     Args:
-        total: blocks of the cache.
-        share: of them that claims of one tenant may cover.
+        share: of the tier's blocks that claims of one tenant may cover.
+        prefix: finds the blocks of requests.
+        heir: the order of the tier below.
     """
 
-    def __init__(self, prefix: PrefixCache, price: Price, total: int, share: float) -> None:
-        super().__init__(prefix, price)
-        self._most = int(total * share)
-        self._claims: dict[CachedBlock, Claim] = {}
-        self._of_tenant: dict[str, OrderedDict[CachedBlock, None]] = {}  # claims, oldest first
-        self._covers: dict[CachedBlock, Cover] = {}
+    def __init__(self, tier: Tier, price: Price, share: float, prefix: PrefixCache,
+                 heir: EvictionOrder | None = None) -> None:
+        super().__init__(tier, price)
+        self._prefix = prefix
+        self._heir = heir
+        self._most = int(tier.total * share)
+        self._claims: dict[Content, Claim] = {}
+        self._of_tenant: dict[str, OrderedDict[Content, None]] = {}  # claims, oldest first
+        self._covers: dict[Content, Cover] = {}
         self._num_covered: Counter[str] = Counter()  # by tenant
-        self._ends: list[tuple[float, int, CachedBlock]] = []  # a heap of claims' ends; entries may be out of date
+        self._ends: list[tuple[float, int, Content]] = []  # a heap of claims' ends; entries may be out of date
         self._claimed: list[Leaf] = []  # a heap of leaves with claims; the others are in `_leaves`
 
     def pop(self) -> int:
@@ -303,18 +363,22 @@ class Retained(Ranked):
         claim = self._claims.get(cached)
         self.forget(cached)
         self.remove(leaf.block)
-        if claim is not None and claim.rank == OVER and (before := cached.before) is not None:
+        if claim is None:
+            return leaf.block
+        if self._heir is not None:
+            self._heir.inherit(cached, claim)
+        if claim.rank == OVER and (before := cached.before) is not None:
             self._end_before(before, leaf, claim)
         return leaf.block
 
-    def _end_before(self, before: CachedBlock, leaf: Leaf, claim: Claim) -> None:
+    def _end_before(self, before: Content, leaf: Leaf, claim: Claim) -> None:
         """Let the block before an evicted one of a sequence that is over go next, if that sequence used it last."""
-        _, latest = self._cached.get(before.block, (None, None))
-        if (latest is not None and before.entry.position >= claim.first and before not in self._claims
-                and before not in self._continued and latest.use - leaf.use <= len(before.entry.cached)):
+        _, latest = self._cached.get(self._block_of(before), (None, None))
+        if (latest is not None and before.position >= claim.first and before not in self._claims
+                and before not in self._continued and latest.use - leaf.use <= self._tier.groups):
             self._set_claim(before, claim)
 
-    def forget(self, cached: CachedBlock) -> None:
+    def forget(self, cached: Content) -> None:
         claim = self._claims.pop(cached, None)
         if claim is None or not claim.is_hint:
             return
@@ -335,15 +399,25 @@ class Retained(Ranked):
         for cached in self._last_blocks(request, end):
             known = self._claims.get(cached)
             if known is None or not known.is_hint or known.until <= until:
-                self._set_claim(cached, Claim(until, self._price.of(cached), tenant, is_hint=True))
-                claims = self._of_tenant.setdefault(tenant, OrderedDict())
-                claims[cached] = None
-                self._cover(cached, tenant)
-                while self._num_covered[tenant] > self._most and len(claims) > 1:
-                    self._unclaim(next(iter(claims)))
+                self._hint(cached, Claim(until, self._price.of(cached), tenant, is_hint=True))
             request.num_retained = end * self._price.block_size
 
-    def _rank(self, cached: CachedBlock) -> float:
+    def inherit(self, cached: Content, claim: Claim) -> None:
+        if claim.is_hint:
+            self._hint(cached, claim)
+        else:
+            self._set_claim(cached, claim)
+
+    def _hint(self, cached: Content, claim: Claim) -> None:
+        """Set a client's claim, and drop its tenant's oldest ones beyond the share."""
+        self._set_claim(cached, claim)
+        claims = self._of_tenant.setdefault(claim.tenant, OrderedDict())
+        claims[cached] = None
+        self._cover(cached, claim.tenant)
+        while self._num_covered[claim.tenant] > self._most and len(claims) > 1:
+            self._unclaim(next(iter(claims)))
+
+    def _rank(self, cached: Content) -> float:
         return UNCLAIMED  # so the least recently used goes first
 
     def _counts(self, leaf: Leaf) -> bool:
@@ -365,7 +439,9 @@ class Retained(Ranked):
         entry = self._prefix.published(request.block_hashes, length)
         return [] if entry is None else [cached for cached in entry.cached if cached.block != NOWHERE]
 
-    def _set_claim(self, cached: CachedBlock, claim: Claim) -> None:
+    def _set_claim(self, cached: Content, claim: Claim) -> None:
+        if self.claims is not None:
+            self.claims.append((cached, claim))
         self.forget(cached)
         self._claims[cached] = claim
         self._uses += 1
@@ -375,10 +451,10 @@ class Retained(Ranked):
             heapify(self._ends)
         self._push_again(cached)
 
-    def _cover(self, cached: CachedBlock, tenant: str) -> None:
+    def _cover(self, cached: Content, tenant: str) -> None:
         """Count a claim on `cached`, and cover the blocks before it that were not."""
-        block: CachedBlock | None = cached
-        while block is not None and block.block != NOWHERE:
+        block: Content | None = cached
+        while block is not None and self._may_cover(block):
             cover = self._covers.get(block)
             if cover is not None:
                 cover.count += 1
@@ -387,10 +463,13 @@ class Retained(Ranked):
             cover.count = 1
             self._num_covered[tenant] += 1
             block = block.before
-            cover.before = block if block is not None and block.block != NOWHERE else None
+            cover.before = block if block is not None and self._may_cover(block) else None
 
-    def _uncover(self, cached: CachedBlock) -> None:
-        block: CachedBlock | None = cached
+    def _may_cover(self, cached: Content) -> bool:
+        return self._tier.is_below or self._block_of(cached) != NOWHERE
+
+    def _uncover(self, cached: Content) -> None:
+        block: Content | None = cached
         while block is not None:
             cover = self._covers[block]
             cover.count -= 1
@@ -402,16 +481,16 @@ class Retained(Ranked):
                 del self._num_covered[cover.tenant]
             block = cover.before
 
-    def _unclaim(self, cached: CachedBlock) -> None:
+    def _unclaim(self, cached: Content) -> None:
         self.forget(cached)
         self._push_again(cached)
 
-    def _push_again(self, cached: CachedBlock) -> None:
+    def _push_again(self, cached: Content) -> None:
         """Rank a block whose claim has changed, if it is a leaf."""
-        if cached.block in self._cached and self._cached[cached.block][0] is cached and cached not in self._continued:
-            self._push(cached.block)
+        if self._has(cached) and cached not in self._continued:
+            self._push(self._block_of(cached))
 
-    def _is_end(self, end: tuple[float, int, CachedBlock]) -> bool:
+    def _is_end(self, end: tuple[float, int, Content]) -> bool:
         claim = self._claims.get(end[2])
         return claim is not None and claim.until == end[0]
 
@@ -488,8 +567,9 @@ class PredictedReturns(Retained):
     prompt, or the last of the output, of the request before.
     """
 
-    def __init__(self, prefix: PrefixCache, price: Price, total: int, share: float) -> None:
-        super().__init__(prefix, price, total, share)
+    def __init__(self, tier: Tier, price: Price, share: float, prefix: PrefixCache,
+                 heir: EvictionOrder | None = None) -> None:
+        super().__init__(tier, price, share, prefix, heir)
         self._tenants: OrderedDict[str, Sessions] = OrderedDict()  # least recently used first
         self._num_sessions = 0
         self._tails: OrderedDict[int, tuple[str, str | int]] = OrderedDict()  # by number of an entry
@@ -571,7 +651,7 @@ class PredictedReturns(Retained):
                     self._set_claim(cached, Claim(inf, OVER, "", is_hint=False, first=sequence.first))
 
     def add(self, block: int) -> None:
-        cached = self._prefix.content(block)
+        cached = self._content(block)
         if (claim := self._claims.get(cached)) is not None and claim.rank == OVER:
             self.forget(cached)  # it was continued all the same
         super().add(block)
@@ -603,12 +683,42 @@ class PredictedReturns(Retained):
         return known[name]
 
 
-def eviction_order(limits: SchedulerLimits, prefix: PrefixCache, times: StepTimeModel) -> EvictionOrder:
-    """Returns the order that `limits.eviction_policy` names; `times` prices blocks."""
+class EvictionOrders(NamedTuple):
+    """The orders of device and host memory."""
+
+    device: EvictionOrder
+    host: EvictionOrder
+
+
+def eviction_orders(limits: SchedulerLimits, prefix: PrefixCache, on_host: Callable[[int], CachedBlock],
+                    times: StepTimeModel) -> EvictionOrders:
+    """Returns the orders that `limits.eviction_policy` names.
+
+    Args:
+        on_host: returns what a host block holds.
+        times: prices blocks.
+    """
     if limits.eviction_policy == LRU:
-        return LeastRecentlyUsed()
-    price = Price(times, limits.block_size, min(limits.max_num_batched_tokens, CHUNK))
-    if limits.eviction_policy == COST:
-        return CheapestFirst(prefix, price)
+        return EvictionOrders(LeastRecentlyUsed(), LeastRecentlyUsed())
+    groups = len(limits.groups)
+    device = Tier(limits.num_blocks, prefix.content, attrgetter("block"), groups)
+    host = Tier(limits.num_host_blocks, on_host, attrgetter("host_block"), groups, is_below=True)
+    below = order_below(limits, host, prefix, times)
+    if limits.eviction_policy not in OBEYING:
+        return EvictionOrders(order_below(limits, device, prefix, times), below)
     kind = Retained if limits.eviction_policy == HINTED else PredictedReturns
-    return kind(prefix, price, limits.num_blocks, limits.tenant_cache_share)
+    return EvictionOrders(kind(device, _price(limits, times), limits.tenant_cache_share, prefix,
+                               below if host.total else None), below)
+
+
+def order_below(limits: SchedulerLimits, tier: Tier, prefix: PrefixCache, times: StepTimeModel) -> EvictionOrder:
+    """Returns the order of a tier that is not given requests; claims are made elsewhere, and inherited."""
+    if limits.eviction_policy == LRU:
+        return LeastRecentlyUsedLeaf(tier, _price(limits, times))
+    if limits.eviction_policy == COST:
+        return CheapestFirst(tier, _price(limits, times))
+    return Retained(tier, _price(limits, times), limits.tenant_cache_share, prefix)
+
+
+def _price(limits: SchedulerLimits, times: StepTimeModel) -> Price:
+    return Price(times, limits.block_size, min(limits.max_num_batched_tokens, CHUNK))

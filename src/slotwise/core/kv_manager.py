@@ -278,6 +278,7 @@ class KVManager:
     def _pop_blocks(self, count: int, request: Request, now: float) -> list[int]:
         """Returns `count` blocks for `request`, evicting cached ones where too few are free."""
         if (lacking := count - self.pool.num_free) > 0:
+            self.host.order.now = now
             for block in self.pool.evict(lacking):
                 lost = self.host.keep(self.prefix.vacate(block), block)
                 if lost is not None:

@@ -42,6 +42,11 @@ class CachedBlock:
         self.host_block = NOWHERE
 
     @property
+    def position(self) -> int:
+        """Blocks before it in its prompt."""
+        return self.entry.position
+
+    @property
     def is_somewhere(self) -> bool:
         return self.block != NOWHERE or self.host_block != NOWHERE
 

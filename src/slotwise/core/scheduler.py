@@ -51,7 +51,7 @@ from operator import length_hint
 
 from slotwise.core.chunking import Chunking
 from slotwise.core.drafting import Drafting
-from slotwise.core.eviction import eviction_order
+from slotwise.core.eviction import eviction_orders
 from slotwise.core.host_cache import HostCache
 from slotwise.core.interfaces import NEVER, Discipline, Gate, Policy, Proposer, View
 from slotwise.core.kv_manager import Allocation, KVManager
@@ -149,7 +149,9 @@ class Scheduler:
     def _set_limits(self, limits: SchedulerLimits, discipline: Discipline) -> None:
         if limits.eviction != self._eviction:
             self._eviction = limits.eviction
-            self.kv.pool.order_by(eviction_order(limits, self.kv.prefix, self.times))
+            orders = eviction_orders(limits, self.kv.prefix, self.kv.host.content, self.times)
+            self.kv.pool.order_by(orders.device)
+            self.kv.host.order_by(orders.host)
         self.limits = limits
         self._discipline = discipline
         self._chunking = Chunking(limits, discipline, self.policy, self.times)

@@ -85,9 +85,9 @@ class LiveLimits:
         "start exceed half of those that run, and up to twice the time of the running rows alone", unit="ms",
         range=real(LEAST_MS, MOST_MS), otherwise="no limit", phase=LIVE)
     eviction_policy: str = setting(
-        LRU, "which cached prefix is evicted first: the least recently used, the cheapest to compute again, one "
-        "without retention, or one whose session is not expected back", choices=EVICTION_POLICIES, phase=LIVE,
-        group=CACHE)
+        LRU, "which cached prefix is evicted first, from the device, host memory and disk: the least recently used, "
+        "the cheapest to compute again, one without retention, or one whose session is not expected back",
+        choices=EVICTION_POLICIES, phase=LIVE, group=CACHE)
     tenant_cache_share: float = setting(
         0.5, "share of the cache that one tenant's retention may claim", unit="share", range=real(0, 1), phase=LIVE,
         group=CACHE)

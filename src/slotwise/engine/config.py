@@ -124,8 +124,8 @@ class EngineConfig(ChosenLimits):
         None, "on a CPU: a folder for blocks of the prefix cache, which are found again after an eviction, a sleep or "
         "a restart: docs/reference/kv-disk.md", unit="folder", otherwise="evicted blocks are lost", group=CACHE)
     kv_disk_size: float = setting(
-        16.0, "size of all files in {kv_disk}; the least recently used blocks are removed", unit="GiB",
-        range=real(0.001, (1 << 20) - 1), group=CACHE)
+        16.0, "size of all files in {kv_disk}; blocks beyond it are removed in the order of {eviction_policy}",
+        unit="GiB", range=real(0.001, (1 << 20) - 1), group=CACHE)
     kv_disk_max_age: float = setting(
         DAY, "age at which blocks in {kv_disk} are removed", unit="seconds", range=real(1, 3650 * DAY), group=CACHE)
     generation_config: str = setting(

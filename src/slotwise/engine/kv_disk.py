@@ -3,7 +3,7 @@
     new request ─► DiskLink.offer: which of its blocks are in files? ─► found ─► WAITING_FOR_KV, blocks allocated
                                                                                     │ begin
     published block ─► follow ─► writer's queue ─► FOLDER/KEY-OWNER.kv ─► reader ───┘ ─► arrivals ─► computed
-                            oldest use first ◄── removed ──┘
+              in the order of eviction ◄── removed ──┘
 
 A file is one block, the unit of eviction and of sharing.  Blocks of a megabyte or more make the cost of opening a file
 small compared with reading it.  Its name is a content key: a cryptographic digest of all that determines the block's
@@ -18,6 +18,9 @@ which checks the mark after copying the block, drops it:
     engine   ... mark stale ──► execute the plan that overwrites the block
     writer   copy ────────────► look at the mark ──► write, or drop
 
+`--eviction-policy` sets the order in which files are removed, too (`core/eviction.py`).  A file's name does not say
+which block continues which: that is known of prompts that this process has written or looked up.
+
 Blocks are read only if the measured read rate and the step-time model predict that reading is faster than computing.  A
 read that turns out slower is abandoned.
 """
@@ -29,6 +32,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -43,10 +47,12 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import inf, isinf
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
+from slotwise.core.eviction import Claim, Content, EvictionOrder, LeastRecentlyUsed, Tier, order_below
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.prefix_cache import CachedBlock, Entry
 from slotwise.core.record import DiskNews, PrefixOnDisk, ReceivedBlocks
@@ -65,9 +71,11 @@ KEY_BYTES, OWNER_BYTES = 32, 8
 NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-([0-9a-f]{{{2 * OWNER_BYTES}}})\.kv")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
 PAGE = 4096  # bytes; the space that a file takes is a multiple of it
-MAX_FILES = 1 << 18  # in the index, which takes about 300 bytes for each
+MAX_FILES = 1 << 18  # in the index, which takes about 500 bytes for each
+MAX_CLAIMS = 256  # on blocks that are not on disk yet
 MAX_PENDING = 256  # blocks that wait to be written
-REST = 9.0  # sleep after each block, as a multiple of its CPU time, while requests run, which need the interpreter
+PIECE = 128 << 10  # bytes that are read, digested or written at once while requests run: a small part of a step's time
+REST = 9.0  # sleep after each piece, as a multiple of its CPU time, while requests run, which need the processor
 CATCH_UP = 3.0  # a writer whose queue is half full sleeps a third as long
 SECRET, SECRET_BYTES = "secret", 32
 ASSUMED_RATE = 500e6  # bytes per second of a read, until one was measured
@@ -83,10 +91,32 @@ JOIN_TIMEOUT = 5.0  # seconds for each thread
 logger = logging.getLogger(__name__)
 
 
-class _File(NamedTuple):
-    owner: str
-    size: int  # bytes that it takes on disk
-    written: float  # seconds since 1970
+class StoredBlock:
+    """A file of the index."""
+
+    __slots__ = ("before", "key", "number", "owner", "position", "size", "written")
+
+    def __init__(self, number: int, key: bytes, owner: str, size: int, written: float) -> None:
+        self.number = number  # no other file has or had it
+        self.key = key
+        self.owner = owner
+        self.size = size  # bytes that it takes on disk
+        self.written = written  # seconds since 1970
+        self.before: StoredBlock | None = None  # None: none, or it is not known
+        self.position = 0  # blocks before it, as far as they are known
+
+    def follow(self, before: StoredBlock | None) -> None:
+        """Set the block before it; it is in no order."""
+        if before is not None:
+            self.before, self.position = before, before.position + 1
+
+
+OrderOf = Callable[[Tier], EvictionOrder]
+Rest = Callable[[], None]
+
+
+def no_rest() -> None:
+    """Goes on at once."""
 
 
 class DiskStore:
@@ -113,7 +143,11 @@ class DiskStore:
         self.num_damaged = 0
         self._folder, self._most, self._max_age, self._clock = folder, most_bytes, max_age, clock
         self._lock = threading.Lock()
-        self._files: OrderedDict[bytes, _File] = OrderedDict()  # least recently used first
+        self._files: dict[bytes, StoredBlock] = {}
+        self._blocks: dict[int, StoredBlock] = {}  # by number
+        self._numbers = itertools.count()
+        self.order: EvictionOrder = LeastRecentlyUsed()  # of their numbers
+        self._claims: OrderedDict[bytes, Claim] = OrderedDict()  # on blocks that are not on disk yet
         self._num_bytes = 0
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -128,17 +162,17 @@ class DiskStore:
 
     def _list(self) -> None:
         """Read the names of all files; remove unfinished files of killed processes, and files that are too old."""
-        found: list[tuple[float, bytes, _File]] = []
+        found: list[tuple[float, StoredBlock]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if UNFINISHED.fullmatch(entry.name):
                     self._unlink(entry.name)
                 elif (name := NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                     about = entry.stat(follow_symlinks=False)
-                    file = _File(name[2], _on_disk(about.st_size), about.st_mtime)
-                    found.append((about.st_atime, bytes.fromhex(name[1]), file))
-        for _, key, file in sorted(found):
-            self._add(key, file)
+                    found.append((about.st_atime, self._block(
+                        bytes.fromhex(name[1]), name[2], _on_disk(about.st_size), about.st_mtime)))
+        for _, block in sorted(found, key=lambda one: (one[0], one[1].key)):
+            self._add(block)
         self.expire()
         self._make_room(0)
 
@@ -162,23 +196,48 @@ class DiskStore:
         return file is not None and not self._is_old(file)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Mark a prompt's blocks as used now; its first blocks are removed last."""
+        """Mark the first blocks of a prompt as used now."""
         with self._lock:
-            for key in reversed(keys):
-                if key in self._files:
-                    self._files.move_to_end(key)
+            used = [block for key in keys if (block := self._files.get(key)) is not None]
+            for block in used:
+                self.order.remove(block.number)
+            for before, block in pairwise(used):
+                block.follow(before)
+            for block in reversed(used):
+                self.order.add(block.number)
 
-    def read(self, key: bytes, buffer: bytearray) -> bool:
+    def order_by(self, order_of: OrderOf) -> None:
+        """Move all blocks to another order."""
+        with self._lock:
+            order = order_of(Tier(max(1, self._most // _on_disk(HEADER.size + self.block_bytes)),
+                                  self._blocks.__getitem__, attrgetter("number"), is_below=True))
+            for _ in range(len(self.order)):
+                order.add(self.order.pop())
+            self.order = order
+            self._claims.clear()
+
+    def claim(self, key: bytes, claim: Claim) -> None:
+        """Set a claim on a block, or on one that is about to be written, and so on those before it."""
+        with self._lock:
+            if (block := self._files.get(key)) is not None:
+                self.order.inherit(block, claim)
+                return
+            self._claims[key] = claim
+            if len(self._claims) > MAX_CLAIMS:
+                self._claims.popitem(last=False)
+
+    def read(self, key: bytes, buffer: bytearray, rest: Rest = no_rest) -> bool:
         """Read a file into `buffer`, header and block; False if it is missing or damaged, and then removed.
 
         Args:
             buffer: `HEADER.size + block_bytes` long.
+            rest: called after each piece.
         """
         file = self._files.get(key)
         if file is None or self._is_old(file):
             return False
         try:
-            is_right = self._read(key, file, buffer)
+            is_right = self._read(key, file, buffer, rest)
         except FileNotFoundError:  # it was evicted since, or someone else removed it
             self._remove(key)
             return False
@@ -190,7 +249,7 @@ class DiskStore:
             self._remove(key)
         return is_right
 
-    def _read(self, key: bytes, file: _File, buffer: bytearray) -> bool:
+    def _read(self, key: bytes, file: StoredBlock, buffer: bytearray, rest: Rest) -> bool:
         path = self._folder / _name(key, file.owner)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -199,29 +258,41 @@ class DiskStore:
                 return False
             with contextlib.suppress(OSError):  # a read-only disk
                 os.utime(descriptor, ns=(time.time_ns(), about.st_mtime_ns))  # the order of use, for the next process
-            view, at = memoryview(buffer), 0
+            view, at, digest = memoryview(buffer), 0, hashlib.sha256()
             while at < len(buffer):
-                if not (count := os.readv(descriptor, [view[at:]])):
+                if not (count := os.readv(descriptor, [view[at : at + PIECE]])):
                     return False
+                digest.update(view[max(at, HEADER.size) : at + count])
                 at += count
+                rest()
         finally:
             os.close(descriptor)
-        expected = (MAGIC, self.block_bytes, key, hashlib.sha256(view[HEADER.size:]).digest())
-        return HEADER.unpack_from(buffer) == expected
+        return HEADER.unpack_from(buffer) == (MAGIC, self.block_bytes, key, digest.digest())
 
-    def write(self, key: bytes, owner: str, buffer: bytearray) -> None:
-        """Write the block in `buffer`, which begins with room for a header.  Raises OSError."""
-        HEADER.pack_into(buffer, 0, MAGIC, self.block_bytes, key, hashlib.sha256(
-            memoryview(buffer)[HEADER.size:]).digest())
+    def write(self, key: bytes, owner: str, buffer: bytearray, before: bytes = b"", rest: Rest = no_rest) -> None:
+        """Write the block in `buffer`, which begins with room for a header, and continues the block `before`.
+
+        Args:
+            rest: called after each piece.
+
+        Raises:
+            OSError: the disk is full or read-only, or errs.
+        """
+        digest, view = hashlib.sha256(), memoryview(buffer)
+        for at in range(HEADER.size, len(buffer), PIECE):
+            digest.update(view[at : at + PIECE])
+            rest()
+        HEADER.pack_into(buffer, 0, MAGIC, self.block_bytes, key, digest.digest())
         self._make_room(_on_disk(len(buffer)))
         unfinished = f".{secrets.token_hex(8)}.unfinished"
         try:
             descriptor = os.open(self._folder / unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
                                  | os.O_CLOEXEC, files.PRIVATE)
             try:
-                view, at = memoryview(buffer), 0
+                at = 0
                 while at < len(buffer):
-                    at += os.write(descriptor, view[at:])
+                    at += os.write(descriptor, view[at : at + PIECE])
+                    rest()
             finally:
                 os.close(descriptor)
             os.rename(self._folder / unfinished, self._folder / _name(key, owner))
@@ -229,7 +300,9 @@ class DiskStore:
             self._unlink(unfinished)
             raise
         with self._lock:
-            self._add(key, _File(owner, _on_disk(len(buffer)), self._clock()))
+            block = self._block(key, owner, _on_disk(len(buffer)), self._clock())
+            block.follow(self._files.get(before))
+            self._add(block)
 
     def expire(self) -> None:
         """Remove the files that are too old."""
@@ -248,9 +321,10 @@ class DiskStore:
             OSError: some could not be removed: this process does not find them, but the next one would.
         """
         with self._lock:
-            names = [_name(key, file.owner) for key, file in self._files.items() if owner in (None, file.owner)]
-            for name in names:
-                self._num_bytes -= self._files.pop(bytes.fromhex(name.partition("-")[0])).size
+            removed = [file for file in self._files.values() if owner in (None, file.owner)]
+            for file in removed:
+                self._take(file)
+            names = [_name(file.key, file.owner) for file in removed]
         failures = [error for name in names if (error := self._unlink(name)) is not None]
         if failures:
             raise OSError(failures[0].errno, f"{len(failures)} of {len(names)} blocks stay on disk: "
@@ -260,23 +334,37 @@ class DiskStore:
     def _make_room(self, size: int) -> None:
         while self._num_bytes + size > self._most or len(self._files) >= MAX_FILES:
             with self._lock:
-                oldest = next(iter(self._files), None)
-            if oldest is None:
-                return
-            self._remove(oldest)
+                if not self._files:
+                    return
+                evicted = self._blocks.pop(self.order.pop())
+                del self._files[evicted.key]
+                self._num_bytes -= evicted.size
+            self._unlink(_name(evicted.key, evicted.owner))
 
-    def _add(self, key: bytes, file: _File) -> None:
-        if (before := self._files.pop(key, None)) is not None:
-            self._num_bytes -= before.size
-        self._files[key] = file
-        self._num_bytes += file.size
+    def _block(self, key: bytes, owner: str, size: int, written: float) -> StoredBlock:
+        return StoredBlock(next(self._numbers), key, owner, size, written)
+
+    def _add(self, block: StoredBlock) -> None:
+        if (known := self._files.get(block.key)) is not None:
+            self._take(known)
+        self._files[block.key] = self._blocks[block.number] = block
+        self._num_bytes += block.size
+        self.order.add(block.number)
+        if (claim := self._claims.pop(block.key, None)) is not None:
+            self.order.inherit(block, claim)
+
+    def _take(self, block: StoredBlock) -> None:
+        self.order.forget(block)
+        self.order.remove(block.number)
+        del self._files[block.key], self._blocks[block.number]
+        self._num_bytes -= block.size
 
     def _remove(self, key: bytes) -> None:
         with self._lock:
-            file = self._files.pop(key, None)
+            file = self._files.get(key)
             if file is None:
                 return
-            self._num_bytes -= file.size
+            self._take(file)
         self._unlink(_name(key, file.owner))
 
     def _unlink(self, name: str) -> OSError | None:
@@ -289,7 +377,7 @@ class DiskStore:
             return error
         return None
 
-    def _is_old(self, file: _File) -> bool:
+    def _is_old(self, file: StoredBlock) -> bool:
         return abs(self._clock() - file.written) > self._max_age  # also in the future, after the clock was wrong
 
 
@@ -357,12 +445,13 @@ def owner_of(salt: str) -> str:
 class _Pending:
     """A block that is to be written."""
 
-    __slots__ = ("block", "cached", "is_done", "is_stale", "key", "owner")
+    __slots__ = ("before", "block", "cached", "is_done", "is_stale", "key", "owner")
 
-    def __init__(self, cached: CachedBlock, key: bytes, owner: str) -> None:
+    def __init__(self, cached: CachedBlock, key: bytes, before: bytes, owner: str) -> None:
         self.cached = cached
         self.block = cached.block
         self.key = key
+        self.before = before  # key of the block that it continues
         self.owner = owner
         self.is_stale = False  # set by the engine's thread
         self.is_done = False  # set by the writer: it was written, or will not be
@@ -382,6 +471,23 @@ class _Reading:
         self.is_cancelled = False
         self.is_over = False  # nothing more will be read
         self.began = 0.0  # seconds, monotonic
+        self.lock = threading.Lock()  # guards `is_cancelled`, and so what is written into its blocks
+
+
+class Resting:
+    """Called by a thread after each piece of work: sleeps `share` times its CPU time while requests run."""
+
+    def __init__(self, scheduler: Scheduler, share: float) -> None:
+        self._scheduler, self._share = scheduler, share
+        self.slept = 0.0  # seconds
+        self._worked = time.thread_time()
+
+    def __call__(self) -> None:
+        if self._scheduler.running:
+            began = time.monotonic()
+            time.sleep(self._share * (time.thread_time() - self._worked))
+            self.slept += time.monotonic() - began
+        self._worked = time.thread_time()
 
 
 class DiskLink(KVLink):
@@ -401,6 +507,9 @@ class DiskLink(KVLink):
         self._prefix = scheduler.kv.prefix
         self._new: list[Entry] = []
         self._prefix.new_entries = self._new
+        self._eviction: tuple[str, float] = ("", 0.0)  # settings of the order of eviction; not set
+        self._claimed: list[tuple[Content, Claim]] = []
+        self._follow_order()
         self._pending: list[_Pending] = []  # which the writer may not have copied yet
         self._to_write: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._found: list[PrefixOnDisk] = []
@@ -409,7 +518,7 @@ class DiskLink(KVLink):
         self._to_read: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._num_queued = 0  # bytes of all reads that have not ended
         self._arrivals: dict[int, ReceivedBlocks] = {}
-        self._lock = threading.Lock()  # guards arrivals, and writes to the cache
+        self._lock = threading.Lock()  # guards arrivals
         self._writing = threading.Lock()  # held while a file is written
         self._dead: set[str] = set()  # salts whose prompts were removed: their blocks are not written any more
         self._counted = DiskNews()
@@ -472,6 +581,11 @@ class DiskLink(KVLink):
         return self._scheduler.times.seconds(step) + seconds * (1 + REST)  # the read begins after the next step
 
     @property
+    def num_unwritten(self) -> int:
+        """Blocks that wait to be written; some of them may be dropped."""
+        return sum(not (one.is_done or one.is_stale) for one in self._pending)
+
+    @property
     def has_news(self) -> bool:
         return bool(self._found or self._arrivals) or self._counts(self._counted) != self._counted
 
@@ -511,6 +625,21 @@ class DiskLink(KVLink):
             self._drop_overwritten()
         if self._new:
             self._queue_new()
+        self._follow_order()
+
+    def _follow_order(self) -> None:
+        """Keep the store's order of eviction, and its claims, as those of the cache in memory."""
+        limits, order = self._scheduler.limits, self._scheduler.kv.pool.cached
+        if limits.eviction != self._eviction:
+            self._eviction = limits.eviction
+            self._claimed.clear()
+            order.claims = self._claimed
+            self._store.order_by(lambda tier: order_below(limits, tier, self._prefix, self._scheduler.times))
+        self._store.order.now = order.now
+        for cached, claim in self._claimed:
+            if isinstance(cached, CachedBlock) and (key := self._key_of(cached.entry)):
+                self._store.claim(key, claim)
+        self._claimed.clear()
 
     def _drop_overwritten(self) -> None:
         prefix, kept = self._prefix, list[_Pending]()
@@ -532,7 +661,8 @@ class DiskLink(KVLink):
             if max(len(self._pending), self._to_write.qsize()) >= MAX_PENDING:  # stale ones, too, while a disk hangs
                 self._num_dropped += 1
                 continue
-            pending = _Pending(entry.cached[0], key, owner_of(Namespace.of(entry.salt).salt))
+            before = entry.parent.content_key if entry.parent is not None else b""
+            pending = _Pending(entry.cached[0], key, before, owner_of(Namespace.of(entry.salt).salt))
             self._pending.append(pending)
             self._to_write.put(pending)
         self._new.clear()
@@ -576,8 +706,8 @@ class DiskLink(KVLink):
             self._to_read.put(reading)
 
     def _cancel(self, request_id: int) -> _Reading:
-        with self._lock:
-            reading = self._reading.pop(request_id)
+        reading = self._reading.pop(request_id)
+        with reading.lock, self._lock:
             reading.is_cancelled = True
             self._arrivals.pop(request_id, None)
         self._num_queued -= reading.num_bytes
@@ -617,7 +747,7 @@ class DiskLink(KVLink):
         if self._is_closed:
             return
         self._is_closed = True
-        self._prefix.new_entries = None
+        self._prefix.new_entries = self._scheduler.kv.pool.cached.claims = None
         self.lose_memory()
         for request_id in list(self._reading):
             self._cancel(request_id)
@@ -648,29 +778,25 @@ class DiskLink(KVLink):
             if self._store.has(one.key):  # another request with the same prompt wrote it
                 one.is_done = True
                 continue
-            began = time.thread_time()
+            is_behind = self._to_write.qsize() > MAX_PENDING // 2
+            rest = Resting(self._scheduler, REST / CATCH_UP if is_behind else REST)
             if time.monotonic() < paused_until:
                 self._num_failed += 1
                 one.is_done = True
                 continue
             self._blocks.read(one.block, memoryview(buffer)[HEADER.size:])
+            rest()
             try:
                 with self._writing:
                     if one.is_stale:
                         continue
                     one.is_done = True
-                    self._store.write(one.key, one.owner, buffer)
+                    self._store.write(one.key, one.owner, buffer, one.before, rest)
                 self._num_written, failures = self._num_written + 1, 0
             except OSError as error:
                 self._num_failed, failures = self._num_failed + 1, failures + 1
                 paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
                 self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
-            is_behind = self._to_write.qsize() > MAX_PENDING // 2
-            self._rest((time.thread_time() - began) / (CATCH_UP if is_behind else 1))
-
-    def _rest(self, worked: float) -> None:
-        if self._scheduler.running:
-            time.sleep(REST * worked)
 
     # -- the reader ----------------------------------------------------------------------------------------------
 
@@ -684,30 +810,28 @@ class DiskLink(KVLink):
 
     def _read_all(self, reading: _Reading, buffer: bytearray) -> None:
         began = reported = time.monotonic()
-        spent, first, failure = 0.0, reading.num_arrived, ""
+        first, failure, rest = reading.num_arrived, "", Resting(self._scheduler, REST)
         for index in range(first, len(reading.keys)):
-            at, worked = time.monotonic(), time.thread_time()
-            if not self._store.read(reading.keys[index], buffer):
+            if not self._store.read(reading.keys[index], buffer, rest):
                 failure = "a block is not on disk any more, or is damaged"
                 break
-            with self._lock:
+            with reading.lock:
                 if reading.is_cancelled:
                     return
                 self._blocks.write(reading.blocks[index], memoryview(buffer)[HEADER.size:])
                 reading.num_arrived = index + 1
             self._num_read += 1
+            rest()
             now = time.monotonic()
-            spent += now - at
-            left = (len(reading.keys) - index - 1) * spent / (index + 1 - first)
+            left = (len(reading.keys) - index - 1) * (now - began) / (index + 1 - first)
             if left and now - began + left > max(REPORT_INTERVAL, reading.seconds):
                 failure = "it is slower than predicted"
                 break
-            self._rest(time.thread_time() - worked)
             if now - reported > REPORT_INTERVAL:
                 self._report(reading, is_last=False)
                 reported = now
         if reading.num_arrived > first:
-            rate = spent / ((reading.num_arrived - first) * self._blocks.block_bytes)
+            rate = (time.monotonic() - began - rest.slept) / ((reading.num_arrived - first) * self._blocks.block_bytes)
             self._seconds_per_byte = (self._seconds_per_byte + rate) / 2 if self._measured else rate
             self._measured = time.monotonic()
         self._report(reading, is_last=True, failure=failure)

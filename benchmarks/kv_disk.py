@@ -5,7 +5,8 @@
 
 A server is started, answers prompts, and is started again.  `warm` is the time to the first token of a prompt whose
 blocks are on disk, `cold` that of another prompt of the same length.  With `streams`, four streams decode meanwhile.
-Their gaps are measured in turns without prompts and until the first token of a `warm` prompt; at last of a `cold` one.
+Their gaps are measured in turns: without prompts, from the arrival of a `warm` prompt on, and from that of the same one
+on, now in `memory`, for as long each; at last until the first token of a `cold` one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import httpx
 
 NUM_TOKENS = 4000
 OUTPUT = 4000  # tokens of a stream
-NUM_WARM = 8  # prompts that are read beside the streams
-PAUSE = 0.7  # seconds without prompts before each of them, as long as it takes to read one
+NUM_WARM = 6  # prompts that are read beside the streams
+PERIOD = 0.9  # seconds of each measurement, in which a prompt is read
 RESULT = Path(__file__).parent / "results" / "kv-disk-cpu.json"
 READY = re.compile(r"Ready after .* on (https?://\S+)")
 
@@ -100,18 +101,26 @@ def beside_streams(client: httpx.Client) -> dict[str, dict[str, float]]:
     for thread in threads:
         thread.start()
     time.sleep(1.5)
-    spans: dict[str, list[tuple[float, float]]] = {"quiet": [], "warm": [], "cold": []}
-    for number in range(NUM_WARM + 1):
+    spans: dict[str, list[tuple[float, float]]] = {"quiet": [], "warm": [], "memory": [], "cold": []}
+    waits: dict[str, list[float]] = {what: [] for what in spans}
+
+    def measure(what: str, number: int | None) -> None:
         began = time.monotonic()
-        time.sleep(PAUSE)
-        spans["quiet"].append((began, time.monotonic()))
-        began = time.monotonic()
-        first(client, prompt(number if number < NUM_WARM else 80))
-        spans["warm" if number < NUM_WARM else "cold"].append((began, time.monotonic()))
+        if number is not None:
+            waits[what].append(first(client, prompt(number)))
+        if what != "cold":
+            time.sleep(max(0.0, began + PERIOD - time.monotonic()))
+        spans[what].append((began, time.monotonic()))
+
+    for number in range(NUM_WARM):
+        measure("quiet", None)
+        measure("warm", number)
+        measure("memory", number)
+    measure("cold", 80)
     for thread in threads:
         thread.join()
     return {what: described([gap for one in found for span in parts for gap in gaps(one, *span)]) | {
-        "first_s": round(statistics.median(end - began for began, end in parts), 3)} for what, parts in spans.items()}
+        "first_s": round(statistics.median(waits[what] or [0.0]), 3)} for what, parts in spans.items()}
 
 
 def described(values: list[float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Observer
 from slotwise.measure.simulate.figures import REFUSED, Distribution, LatencyLimits, SimulatedRequest, figures
 from slotwise.measure.simulate.machines import ModelShape, described, names, setup_of
-from slotwise.measure.simulate.pace import CostPace, LearnedPace
+from slotwise.measure.simulate.pace import CostPace, LearnedPace, Spread
 from slotwise.measure.simulate.simulator import AdapterLoad, InstantKVLink, Server, simulate, simulate_apart, traffic_of
 from slotwise.measure.workload.distributions import AtOnce, Closed, Fixed, LogNormal, Poisson, Uniform
 from slotwise.measure.workload.workloads import Recipe, Workload, generate
@@ -114,7 +114,7 @@ def test_steps_vary_as_those_of_the_log_did_and_the_same_work_takes_the_same_tim
     times = StepTimeModel()
     for rows in (1, 2, 4, 8) * 20:
         times.learn(Work(rows, rows, 100 * rows, 0.0), 0.010)
-    pace = LearnedPace(times, decoding=(0.9, 1.0, 2.0))
+    pace = LearnedPace(times, decoding=Spread.of([(0.0, 1.0, 0.9), (1.0, 1.0, 1.0), (2.0, 1.0, 2.0)]))
     works = [Work(4, 4, 400 + 4 * index, 0.0) for index in range(3000)]
     ratios = [pace.step(work) / pace.predicted(work) for work in works]
     assert sum(ratios) / len(ratios) == pytest.approx(1.3, rel=0.02)
@@ -124,6 +124,23 @@ def test_steps_vary_as_those_of_the_log_did_and_the_same_work_takes_the_same_tim
     assert sum(other.step(work) != pace.step(work) for work in works) > 1000
     prompt = Work(64, 1, 0, 2080.0)
     assert pace.step(prompt) == pace.predicted(prompt) == pace.least(prompt)
+
+
+def test_small_steps_vary_as_small_ones_did_and_large_ones_as_large_ones():
+    small = [(float(index), 0.001 + index * 1e-6, 0.002) for index in range(96)]
+    large = [(float(index), 0.1, 0.11 if index < 60 else 0.1) for index in range(120)]
+    spread = Spread.of(large + small)
+    assert all(1.8 < spread.drawn(0.00105, number) <= 2.0 for number in range(500))
+    assert {round(spread.drawn(0.1, number), 6) for number in range(500)} == {1.0, 1.1}
+    assert spread.drawn(9.0, 7) == pytest.approx(1.1) and spread.least == pytest.approx(1.0)
+    assert Spread.of([(0.0, 0.0, 1.0)]) == Spread() and Spread().drawn(0.5, 3) == 1.0
+    times = StepTimeModel()
+    times.typical = lambda work: 0.1
+    prompt = Work(64, 1, 0, 2080.0)
+    pace = LearnedPace(times, prompts=spread)
+    assert {round(pace.step(prompt, at), 6) for at in range(50)} == {0.1, 0.11}, "not all first chunks are slow ones"
+    pace = replace(pace, replays=True)
+    assert [round(pace.step(prompt, at), 6) for at in (-9.0, 0.0, 59.4, 59.6, 1e6)] == [0.11, 0.11, 0.11, 0.1, 0.1]
 
 
 def one_prompt(setup, num_prompt: int, num_output: int) -> SimulatedRequest:

@@ -31,15 +31,15 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
 
 
 def paused(entries: list[Entry]) -> list[Entry]:
-    """The log of a server that was stopped for a while amid its steps, which no model of its steps can foresee."""
+    """The log of a server that was stopped for a while between two steps, which no model of its steps can foresee."""
     steps = [entry for entry in entries if isinstance(entry, StepRecord)]
     middle = steps[len(steps) // 2].started_ns
 
-    def later(ns: int) -> int:
-        return ns + PAUSE * (ns >= middle)
+    def later(ns: int, *, ends: bool = False) -> int:
+        return ns + PAUSE * (ns > middle or (ns == middle and not ends))
 
     return [entry._replace(
-        started_ns=later(entry.started_ns), ended_ns=later(entry.ended_ns), inputs=entry.inputs._replace(
+        started_ns=later(entry.started_ns), ended_ns=later(entry.ended_ns, ends=True), inputs=entry.inputs._replace(
             planned=tuple(map(later, entry.inputs.planned)), handled=tuple(map(later, entry.inputs.handled))))
         if isinstance(entry, StepRecord) else entry for entry in entries]
 

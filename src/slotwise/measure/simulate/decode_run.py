@@ -255,14 +255,16 @@ class RunInProgress:
     Args:
         rows: the tokens of each.
         adapter_seconds: that the adapters take in each step.
+        at: when its first step begins, in seconds.
     """
 
-    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]], pace: Pace, adapter_seconds: float) -> None:
+    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]], pace: Pace, adapter_seconds: float, at: float,
+                 ) -> None:
         run.end_at_stops(rows)
         self.run = run
         self.rows = rows
         self.adapter_seconds = adapter_seconds
-        self.seconds = pace.decode_steps(run.work(0))  # of each step to come
+        self.seconds = pace.decode_steps(run.work(0), at)  # of each step to come
         self.planned: list[float] = []  # seconds, as the next
         self.ended: list[float] = []
 

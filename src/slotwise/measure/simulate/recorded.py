@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from math import ceil
 
 from slotwise.core.record import StepRecord
 from slotwise.core.scheduler_limits import SchedulerLimits
@@ -22,13 +23,14 @@ from slotwise.core.step_time import Work, work_of
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.measure.simulate.figures import SERVED, SimulatedRequest, new_clock
-from slotwise.measure.simulate.pace import LearnedPace
+from slotwise.measure.simulate.pace import LearnedPace, Spread
 from slotwise.measure.simulate.simulator import Setup, count_prompts
 from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
 from slotwise.observe import event_log
 from slotwise.observe.step_time_store import ObservedStepTimes
 
 NS = 1e-9
+USUAL = 0.99  # share of the gaps between steps that count: a pause of the whole machine is not typical
 KEPT = 4096  # steps with and without prompts whose times are those of simulated ones
 OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
 PIECES = 1 << 52  # those from here on stand for the tokens of a piece that several prompts may begin with
@@ -100,7 +102,7 @@ class _Reader:
         self._clock = new_clock()  # when each step ended
         self._busy_since = 0  # nanoseconds; 0: the last step left no work
         # What steps took: without prompts, and with some.
-        self._taken: tuple[deque[tuple[Work, float]], ...] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
+        self._taken: tuple[deque[tuple[float, Work, float]], ...] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
         self._acceptance = _Measured()
         self._has_predictions = False
         self._handling: tuple[list[float], list[float]] = ([], [])  # before the engine, and behind it
@@ -109,21 +111,19 @@ class _Reader:
         run = self.recording.run
         self.recording.partial |= {number for number, one in self.recording.measured.items() if not one.reason}
         self.recording.handling = sum(statistics.median(each) for each in self._handling if each)
-        gap = statistics.fmean(self._gaps) if self._gaps else 0.0
+        gaps = sorted(self._gaps)[: ceil(USUAL * len(self._gaps))]
+        gap = statistics.fmean(gaps) if gaps else 0.0
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         speculation = self._speculation()
         model = self._acceptance.model(speculation.num_drafts) if speculation else None
-        decoding, prompts = map(self._ratios, self._taken)
+        decoding, prompts = map(self._spread, self._taken)
         pace = LearnedPace(self.recording.times, gap, decoding, prompts)
         return Setup(
             limits, run.scheduling, pace, run.depth, run.eos_token_ids,
             speculation=speculation, draft_model=model)
 
-    def _ratios(self, taken: Iterable[tuple[Work, float]]) -> tuple[float, ...]:
-        """Returns measured over predicted times, the smallest first; 1 where no step was measured."""
-        times = self.recording.times
-        found = [seconds / predicted for work, seconds in taken if (predicted := times.typical(work)) > 0]
-        return tuple(sorted(found)) or (1.0,)
+    def _spread(self, taken: Iterable[tuple[float, Work, float]]) -> Spread:
+        return Spread.of([(began, self.recording.times.typical(work), seconds) for began, work, seconds in taken])
 
     def _speculation(self) -> Speculation | None:
         """The engine's, unless none of the log's requests can have drafts by it."""
@@ -176,7 +176,7 @@ class _Reader:
         again, times = work.repeated(), self.recording.times
         if work.rows and times.typical(work) == times.typical(again):
             began = max(step.started_ns, self._busy_since)
-            self._taken[work.pairs > 0].append((again, (step.ended_ns - began) * NS))
+            self._taken[work.pairs > 0].append((began * NS, again, (step.ended_ns - began) * NS))
 
     def _step(self, step: StepRecord) -> None:
         found = self.recording

@@ -215,7 +215,8 @@ class Server:
             self.engine.handle(command)
         self.machine.now = plans_at
         if self._takes_runs and (run := self.engine.decode_run()) is not None:
-            self._run = RunInProgress(run, self.machine.rows(run), self._pace, self.machine.of_adapters(run.slots))
+            self._run = RunInProgress(
+                run, self.machine.rows(run), self._pace, self.machine.of_adapters(run.slots), plans_at)
 
     def _go_on(self, running: RunInProgress, plans_at: float, at: float, most: int) -> int:
         """Takes steps of a run, the first planned at `plans_at`, as `run_until` does."""

@@ -72,7 +72,7 @@ class VirtualMachine:
             self._num_at_join[join.slot] = len(join.tokens) if join.spec.pooling is None else inf
             self._known[join.slot] = join.num_prompt, self._outputs.get(join.request_id, ())
         work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
-        seconds = self._pace.step(work) + self.of_adapters(plan.slots) if work.rows else IDLE
+        seconds = self._pace.step(work, self.now) + self.of_adapters(plan.slots) if work.rows else IDLE
         self._plans.append((plan, self._passed(seconds)))
 
     def of_adapters(self, slots: Iterable[int]) -> float:

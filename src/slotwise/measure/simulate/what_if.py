@@ -27,7 +27,7 @@ from slotwise.core.scheduler_limits import OBEYING
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure
 from slotwise.measure.simulate.figures import WORDS, LatencyLimits, SimulatedRequest, figures, grouped
-from slotwise.measure.simulate.pace import Pace
+from slotwise.measure.simulate.pace import LearnedPace, Pace
 from slotwise.measure.simulate.recorded import Recording, read_recording
 from slotwise.measure.simulate.simulator import Server, simulate
 from slotwise.observe import event_log, log_file
@@ -67,6 +67,8 @@ def what_if(
     if recording.receives:
         raise ValueError("prompts of this log were computed by other engines, or read from disk: a replay does not "
                          "know when they arrive")
+    if isinstance(setup.pace, LearnedPace):
+        setup = replace(setup, pace=replace(setup.pace, replays=True))
     if not recording.num_refused:  # the log does not name the queue's bounds, but the server accepted every request
         setup = replace(setup, max_queued=(ANY_NUMBER, ANY_NUMBER))
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.core_operations [--operations N] [--seed N]
 
-Operations arrive in *lives* of 500, each with its own limits, discipline, policy and proposer of drafts: requests are
-added and aborted, steps planned, committed and failed, time jumps, settings change.  Checked throughout:
+Operations arrive in *lives* of 500, each with its own limits, discipline, policy, cache groups and proposer of drafts:
+requests are added and aborted, steps planned, committed and failed, blocks found on disk and read, or late, time jumps,
+settings change.  Checked throughout:
 
  1. Requests, slots and blocks are conserved, after every plan, commit and failure, on the device and on the host.
  2. A row reads its own request's keys and values, and no other (`engine.executor.FakeExecutor`).
@@ -37,10 +38,10 @@ from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.record import Proposing, RequestEnd, StepPlan, Tokens
+from slotwise.core.record import PrefixOnDisk, Proposing, ReceivedBlocks, RequestEnd, StepPlan, Tokens
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.scheduler_limits import ERROR, RECOMPUTE, SLO, SchedulerLimits, Tier
+from slotwise.core.scheduler_limits import ERROR, EVICTION_POLICIES, RECOMPUTE, SLO, SchedulerLimits, Tier
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 
@@ -127,7 +128,9 @@ def drawn_limits(draw: Random) -> SchedulerLimits:
         max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20),
         enable_prefix_caching=draw.random() < 0.8, watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
         on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=draw.choice((0, 3, 40)),
-        stages=draw.choice((1, 1, 2, 3)))
+        stages=draw.choice((1, 1, 2, 3)), windows=draw.choice(((0,), (0,), (0, 6))),
+        max_chunk=draw.choice((4, 1024)), eviction_policy=draw.choice(EVICTION_POLICIES),
+        tenant_cache_share=draw.choice((0.0, 0.5, 1.0)))
 
 
 class Life:
@@ -142,7 +145,9 @@ class Life:
         proposer = Guesses(draw.getrandbits(32), draw.random()) if draw.random() < 0.7 else None
         self._scheduler = Scheduler(
             limits, self._discipline, draw.choice(ORDERINGS).policy((), times), times, proposer)
-        self._executor = FakeExecutor(limits.block_size, next_token)
+        self._executor = FakeExecutor(limits.block_size, next_token, windows=limits.windows)
+        self._has_disk = not any(limits.windows) and draw.random() < 0.6
+        self._looked_up: list[PrefixOnDisk] = []  # prefixes that the disk is about to find
         self._in_flight: list[StepPlan] = []
         self._expected: dict[str, list[int]] = {}
         self._output: dict[str, list[int]] = {}
@@ -151,9 +156,9 @@ class Life:
         self.digest = blake2b(digest_size=16)  # of all plans
 
     def live(self) -> None:
-        operations = (self._add, self._step, self._abort, self._fail, self._jump, self._configure)
+        operations = (self._add, self._step, self._abort, self._fail, self._jump, self._configure, self._read)
         for _ in range(OPERATIONS):
-            self._draw.choices(operations, (16, 74, 5, 1, 3, 1))[0]()
+            self._draw.choices(operations, (16, 74, 5, 1, 3, 1, 20 if self._has_disk else 0))[0]()
         for _ in range(MOST_STEPS):
             if not self._scheduler.has_work:
                 break
@@ -182,6 +187,9 @@ class Life:
         request.deadline = self._now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self._expected[name] = alone(request, self._limits)
         self._scheduler.add(request, self._now)
+        on_disk = draw.randint(0, len(prompt) // self._limits.block_size)
+        if self._has_disk and on_disk:
+            self._looked_up.append(PrefixOnDisk(name, on_disk, draw.choice((4.0, 40.0))))
         self._fold()
 
     def _step(self) -> None:
@@ -237,8 +245,22 @@ class Life:
         self._fold()
 
     def _abort(self) -> None:
-        self._scheduler.finish(f"r{self._draw.randrange(len(self._expected) + 1)}", "abort", self._now)
+        self._scheduler.finish(self._draw.randrange(len(self._expected) + 1), "abort", self._now)
         self._fold()
+
+    def _read(self) -> None:
+        """The disk finds the beginnings of new prompts, and has read blocks of those that wait for them."""
+        draw, scheduler, size = self._draw, self._scheduler, self._limits.block_size
+        for found in self._looked_up:
+            scheduler.found_on_disk(found, self._now)
+        self._looked_up.clear()
+        for request in list(scheduler.transfers.receiving()):
+            num_read = draw.randint(scheduler.transfers.first_missing(request), request.num_on_disk)
+            self._executor.write(request.tokens[: num_read * size], request.blocks)
+            is_last = num_read == request.num_on_disk or draw.random() < 0.1  # the rest cannot be read
+            scheduler.received(ReceivedBlocks(request.request_id, num_read, is_last), self._now)
+            self._seen["blocks read from disk"] += num_read
+        scheduler.check()
 
     def _jump(self) -> None:
         self._now += self._draw.choice((0.0, 0.5, 10.0))
@@ -248,7 +270,7 @@ class Life:
         slots = draw.randint(2, max(2, self._limits.max_num_seqs))
         self._limits = replace(
             self._limits, tiers=draw.choice(((), TIERS)), max_step_ms=draw.choice((None, 900.0, 4000.0)),
-            max_stall_ms=draw.choice((None, 700.0)), max_num_seqs=slots,
+            eviction_policy=draw.choice(EVICTION_POLICIES), max_stall_ms=draw.choice((None, 700.0)), max_num_seqs=slots,
             max_num_batched_tokens=slots + draw.randint(0, 20))
         self._discipline = draw.choice(BATCHINGS).discipline(slots)
         policy = draw.choice(ORDERINGS).policy(self._limits.tiers, self._scheduler.times)

@@ -11,8 +11,9 @@ from support.toy import alone
 from slotwise.core.block_pool import ConservationError
 from slotwise.core.host_cache import NO_COPIES, HostCache
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry
-from slotwise.core.reasons import TOKEN_BUDGET
+from slotwise.core.reasons import LOAD_LIMIT
 from slotwise.core.record import Copy
+from slotwise.core.request import KVTransfer
 
 
 def small(num_host_blocks: int, **changes: int):
@@ -123,8 +124,25 @@ def test_one_who_would_load_too_much_beside_others_waits_a_step():
         driver.add(ask(f"{name}2", prompt))
     driver.run()
     assert [(len(plan.new_requests), len(plan.loads)) for plan in driver.plans[:2]] == [(1, 3), (1, 3)]
-    assert driver.plans[0].stop.reason == TOKEN_BUDGET
+    assert driver.plans[0].stop.reason == LOAD_LIMIT
     assert driver.output["a2"] == driver.output["a"] and driver.output["b2"] == driver.output["b"]
+
+
+def test_a_step_without_rows_that_loaded_all_it_may_is_followed_at_once():
+    """Blocks that go to a request which waits for another engine use up the loads of the plan."""
+    driver = Watching(limits(num_blocks=40, num_host_blocks=80, max_num_batched_tokens=5, max_num_seqs=5))
+    prompts = {name: [*range(start, start + 13)] for name, start in (("a", 0), ("b", 7))}
+    one_by_one(driver, *prompts.items(), *((f"filler{token}", [token] * 60) for token in (21, 22, 20)))
+    receives = ask("a2", [*prompts["a"], *range(8)])
+    receives.kv = KVTransfer("a2", False, 60.0)
+    driver.add(receives)
+    driver.add(ask("b2", prompts["b"]))
+    plan = driver.plan()
+    assert (plan.num_rows, len(plan.loads)) == (0, 3)
+    assert plan.stop == (LOAD_LIMIT, "b2", 1, plan.now)
+    driver.commit()
+    driver.run()
+    assert driver.output["b2"] == driver.output["b"]
 
 
 def test_what_a_plan_cannot_load_is_computed():

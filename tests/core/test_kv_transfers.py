@@ -29,11 +29,7 @@ class Network(Driver):
 
     def arrive(self, waiting: Request, num_blocks: int, *, is_last: bool) -> None:
         """The first blocks of a prompt are there."""
-        size = self.limits.block_size
-        digest = 0
-        for position, token in enumerate(waiting.tokens[: num_blocks * size]):
-            digest = hash((digest, token))
-            self.executor._cache[waiting.blocks[position // size], position % size] = digest
+        self.executor.write(waiting.tokens[: num_blocks * self.limits.block_size], waiting.blocks)
         self.scheduler.received(ReceivedBlocks(waiting.request_id, num_blocks, is_last), self.now)
         self.scheduler.check()
 
@@ -172,7 +168,7 @@ def live(draw: Random) -> None:
                 SEEN["expired"] += before > 0
             case "step" if len(network.flying) < 2 and (not network.flying or draw.random() < 0.5):
                 network.plan()
-                SEEN["given up"] += len(network.scheduler.transfers.given_up)
+                SEEN["given up"] += len(network.scheduler.transfers.lost_blocks)
             case "step":
                 network.commit()
     network.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.toy import Driver, request
 
 from slotwise.core.policies.priority import Priority
-from slotwise.core.reasons import OUTRANKED
+from slotwise.core.reasons import OUTRANKED, TOKEN_PENDING
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 
 URGENT, USUAL, LATER = SLO(priority=-9), SLO(priority=0), SLO(priority=9)
@@ -46,8 +46,11 @@ def test_blocks_that_admission_leaves_free_are_preempted_for_too() -> None:
     for _ in range(3):
         subject.plan()
         subject.commit()
-    subject.add(request("high", prompt(50 * 4 - 4, 1), 4, slo=URGENT, ignore_eos=True))
     subject.plan()
+    subject.add(request("high", prompt(50 * 4 - 4, 1), 4, slo=URGENT, ignore_eos=True))
+    plan = subject.plan()
     assert subject.preempted == ["low"] and subject.admitted[-1] == "high"
+    assert plan.stop == (TOKEN_PENDING, "low", 0, None)
+    subject.commit()
     subject.commit()
     subject.run()

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from support.crowds import Comer, crowd
 
 from slotwise.core.request import Request
-from slotwise.core.waiting_queue import Lane, WaitingQueue
+from slotwise.core.waiting_queue import SubQueue, WaitingQueue
 
-LANES = st.builds(Lane, st.sampled_from(("", "gold")), st.sampled_from("abc"))
+LANES = st.builds(SubQueue, st.sampled_from(("", "gold")), st.sampled_from("abc"))
 ENTRIES = st.lists(st.tuples(LANES, st.integers(0, 3), st.integers(0, 9)), max_size=20)
 
 
-def filled(entries) -> tuple[WaitingQueue, dict[str, int], list[tuple[Lane, int, Request]]]:
+def filled(entries) -> tuple[WaitingQueue, dict[str, int], list[tuple[SubQueue, int, Request]]]:
     counters = {"a": 0, "b": 1, "c": 0}
     queue = WaitingQueue(lambda lane, now: (counters[lane],))
     listed = []
@@ -34,7 +34,7 @@ def test_next_is_the_first_of_all_whoever_was_taken_and_whatever_that_changed(en
     for move in moves:
         request = walk.next()
         candidates = [entry for entry in left if entry[2] not in shown and entry[0].group not in closed]
-        expected = min(candidates, key=lambda entry: (counters[entry[0].name], entry[1], entry[2].arrival),
+        expected = min(candidates, key=lambda entry: (counters[entry[0].lane], entry[1], entry[2].arrival),
                        default=(None, None, None))
         assert request is expected[2]
         if request is None:
@@ -42,7 +42,7 @@ def test_next_is_the_first_of_all_whoever_was_taken_and_whatever_that_changed(en
         if move == "take":
             queue.remove(request)
             left.remove(expected)
-            counters[expected[0].name] += 2
+            counters[expected[0].lane] += 2
         elif move == "close":
             walk.close(expected[0].group)
             closed.add(expected[0].group)
@@ -70,7 +70,7 @@ def test_requests_that_left_are_forgotten_long_before_their_moment():
     for number in range(1000):
         request = crowd([Comer(0, 1, 1)])[0][1]
         request.request_id, request.arrival = f"r{number}", number
-        queue.add(request, Lane("", "a"), (0,), 86_400.0)
+        queue.add(request, SubQueue("", "a"), (0,), 86_400.0)
         if number:
             queue.remove(request)
     assert len(queue._moments) < 100
@@ -87,7 +87,7 @@ def test_a_request_that_comes_back_stands_where_its_new_key_says(entries, again)
             queue.add(request, lane, (9 - number,))
             listed[number] = (lane, 9 - number, request)
     walk = queue.walk(0.0)
-    order = sorted(listed, key=lambda entry: (counters[entry[0].name], entry[1], entry[2].arrival))
+    order = sorted(listed, key=lambda entry: (counters[entry[0].lane], entry[1], entry[2].arrival))
     assert [walk.next() for _ in listed] == [request for _, _, request in order]
     assert walk.next() is None
     assert {one.request_id for one in queue} == {request.request_id for _, _, request in listed}

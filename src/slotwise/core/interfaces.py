@@ -89,7 +89,7 @@ class Policy(Protocol):
     # -- orders --------------------------------------------------------------------------------------------------
 
     def lane(self, request: Request) -> str:
-        """Returns the lane (sub-queue) it waits in.  `waiting_key` orders requests within a lane."""
+        """Returns the lane it waits in.  `waiting_key` orders requests within a lane."""
         ...
 
     def lane_key(self, lane: str, now: float) -> Key:

@@ -81,7 +81,7 @@ class KVManager:
 
         The cached prefix ends before the last known token, which must be computed to sample the next one.
         """
-        if request.tables:  # it has landed: it keeps its blocks
+        if request.tables:  # it waited for them without a slot, and keeps them
             grown = [max(table.end, -(-num_tokens // self.block_size)) for table in request.tables]
             more = sum(grown) - sum([table.end for table in request.tables])
             return Allocation(request.num_computed, [], [[] for _ in grown], [], grown, more)
@@ -102,7 +102,7 @@ class KVManager:
         num_tokens = len(request.tokens)
         if request.tables and request.num_on_disk:
             return self._read_from_disk(request, allocation.num_computed)
-        if request.tables:  # landed: its prompt came from another engine
+        if request.tables:  # its prompt came from another engine
             found = allocation.num_computed - request.num_received
             spans = [PromptSpan(found, cache_causes.FOUND), PromptSpan(allocation.num_computed, cache_causes.RECEIVED),
                      PromptSpan(num_tokens, cache_causes.NEW)]
@@ -265,7 +265,7 @@ class KVManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Check conservation of blocks over all unfinished `requests`.  Raises ConservationError."""
         unfinished = list(requests)
-        self.pool.check([*(request.blocks for request in unfinished), *self.pinned.holders])
+        self.pool.check([*(request.blocks for request in unfinished), *self.pinned.block_lists])
         self.host.check(self.prefix.has_entry)
         for request in unfinished:
             num_full = request.num_computed // self.block_size

@@ -3,7 +3,7 @@
     producer   RUNNING ──last chunk──► FINISHED, its blocks pinned ──acknowledged, late, or needed──► released
                   │ blocks of each committed chunk
                   ▼
-    consumer   WAITING_FOR_KV ──land──► holds blocks ──all arrived, late, or needed──► WAITING ──admit──► RUNNING
+    consumer   WAITING_FOR_KV ──allocate──► holds blocks ──all arrived, late, or needed──► WAITING ──admit──► RUNNING
 
 A request that waits for another engine holds no slot.  It holds all blocks of its prompt, into which they are written
 between steps or during them, and keeps them in the queue for a slot.  What has arrived counts as computed: it is
@@ -16,10 +16,10 @@ computes the rest.
 
 A pin is a reference of its own, so a pinned block is neither reused nor evicted.  Nothing forces another engine to ask
 for it, and prompts may never arrive.  So tenants share (`core/tenant_capacity.py`) the blocks that pins may keep, where
-a pin beyond a tenant's share takes the place of its oldest ones, the number of requests that have landed, and the half
-of the cache that these may hold: a flood costs its own tenant time, and others none.
+a pin beyond a tenant's share takes the place of its oldest ones; the number of requests that hold blocks without a
+slot; and the half of the cache that these may hold.  A flood costs its own tenant time, and others none.
 
-The scheduler changes states; here is what it keeps of requests that send, or receive.
+The scheduler changes states; this module keeps the requests that send or receive.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PinnedBlocks:
         return len(self._pins)
 
     @property
-    def holders(self) -> list[Sequence[int]]:
+    def block_lists(self) -> list[Sequence[int]]:
         """The blocks of each pin."""
         return [pin.blocks for pin in self._pins.values()]
 
@@ -108,22 +108,22 @@ class KVTransfers:
         pinned: blocks of ended requests.
         unfinished: all requests, as the scheduler has them, like `running`.
         lane_key: `Policy.lane_key`.
-        max_landed: requests that may hold blocks at once; each is received by a thread of its own.
+        max_holders: requests that may hold blocks at once; each is received by a thread of its own.
         num_blocks: of the cache.
     """
 
     def __init__(
         self, pinned: PinnedBlocks, block_size: int, unfinished: dict[int, Request], running: dict[int, Request],
-        lane_key: Callable[[str, float], Key], max_landed: int, num_blocks: int,
+        lane_key: Callable[[str, float], Key], max_holders: int, num_blocks: int,
     ) -> None:
         self._pinned = pinned
         self._block_size = block_size
         self._unfinished, self._running = unfinished, running
         self.incoming = WaitingQueue(lane_key)  # requests WAITING_FOR_KV
-        self.given_up: list[Request] = []  # of these, without the blocks they had; enqueued before the next plan
+        self.lost_blocks: list[Request] = []  # of these, whose blocks others took; enqueued before the next plan
         self.unwanted: list[Request] = []  # requests that will not ask for the blocks another engine keeps for them
-        self._landed: dict[int, Request] = {}  # requests without a slot that hold blocks, in the order they got them
-        self._places = TenantCapacity("requests", max_landed, includes_reserve=True)
+        self._holders: dict[int, Request] = {}  # requests without a slot that hold blocks, in the order they got them
+        self._places = TenantCapacity("requests", max_holders, includes_reserve=True)
         self._blocks = TenantCapacity("blocks", max(1, num_blocks // 2), includes_reserve=True)
 
     # -- what an engine asks -------------------------------------------------------------------------------------
@@ -141,21 +141,21 @@ class KVTransfers:
     @property
     def next_moment(self) -> float:
         """When the next transfer is late, or a request that waits is due, in seconds; infinite: none will be."""
-        if self.given_up:
+        if self.lost_blocks:
             return 0.0
         return min([self._pinned.next_moment, self.incoming.next_moment,
                     *(request.kv_until for request in self.receiving())])
 
     def receiving(self) -> Iterator[Request]:
         """The requests that hold blocks, and wait for their contents."""
-        return (request for request in self._landed.values() if request.state is State.WAITING_FOR_KV)
+        return (request for request in self._holders.values() if request.state is State.WAITING_FOR_KV)
 
     def first_missing(self, request: Request) -> int:
         """Index of the first block of its prompt that is not computed."""
         return request.num_computed // self._block_size
 
     def is_missing_blocks(self, request: Request) -> bool:
-        """Whether a request that has landed lacks blocks that it waits for: all of its prompt, or those on disk."""
+        """Whether a request with blocks lacks some that it waits for: all of its prompt, or those on disk."""
         wanted = min(request.num_on_disk * self._block_size or len(request.tokens), len(request.tokens) - 1)
         return request.num_computed < wanted
 
@@ -193,25 +193,25 @@ class KVTransfers:
         return f"transfer_id: another prompt is sent as {name:.40}" if is_taken else ""
 
     @property
-    def landed(self) -> Iterable[Request]:
+    def holders(self) -> Iterable[Request]:
         """The requests without a slot that hold blocks, in the order in which they got them."""
-        return self._landed.values()
+        return self._holders.values()
 
-    def has_landed(self, request: Request) -> bool:
-        return request.request_id in self._landed
+    def is_holder(self, request: Request) -> bool:
+        return request.request_id in self._holders
 
     def allows(self, tenant: str, num_blocks: int) -> bool:
         """Whether the tenant's share has room for one more request with so many blocks."""
         return not (self._places.objection(tenant, 1) or self._blocks.objection(tenant, num_blocks))
 
-    def land(self, request: Request) -> None:
-        """Count a request that has got its blocks."""
-        self._landed[request.request_id] = request
+    def add_holder(self, request: Request) -> None:
+        """Count a request without a slot that has got its blocks."""
+        self._holders[request.request_id] = request
         self._count(request, 1)
 
-    def take_off(self, request: Request) -> None:
-        """Count a request no more, if it has landed: it is admitted, or is about to release its blocks."""
-        if self._landed.pop(request.request_id, None) is not None:
+    def remove_holder(self, request: Request) -> None:
+        """Count a request no more, if it is a holder: it is admitted, or is about to release its blocks."""
+        if self._holders.pop(request.request_id, None) is not None:
             self._count(request, -1)
 
     def _count(self, request: Request, sign: int) -> None:
@@ -228,7 +228,7 @@ class KVTransfers:
         request.kv_until = now + request.kv.timeout
 
     def pop_late(self, now: float) -> list[Request]:
-        """Returns the requests that wait for blocks no longer: these are late, or were given up."""
-        given_up, self.given_up = self.given_up, []
+        """Returns the requests that wait for blocks no longer: these are late, or lost theirs."""
+        lost_blocks, self.lost_blocks = self.lost_blocks, []
         late = [request for request in self.receiving() if request.kv_until <= now]
-        return [*late, *(one for one in given_up if not one.ended)]
+        return [*late, *(one for one in lost_blocks if not one.ended)]

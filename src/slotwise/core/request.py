@@ -199,7 +199,7 @@ class Request:
         self.num_passed_by = 0  # later arrivals admitted while it waited for blocks or an adapter's slot
         self.max_len = 0  # maximum length in tokens, prompt and output; a pooled request's vector counts as one token
         self.slot = NO_SLOT_HELD
-        # By cache group.  Empty without a slot, unless another engine's blocks of its prompt land here.
+        # By cache group.  Empty without a slot, unless it waits for blocks of its prompt, or has waited.
         self.tables: list[BlockTable] = []
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them

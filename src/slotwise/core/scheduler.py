@@ -62,6 +62,7 @@ from slotwise.core.reasons import (
     ENDING,
     FIRST_TOKEN,
     GRAMMAR_COMPILING,
+    LOAD_LIMIT,
     MICRO_BATCH,
     NO_ADAPTER_SLOT,
     NO_BLOCKS,
@@ -70,7 +71,7 @@ from slotwise.core.reasons import (
     PROMPTS_ALONE,
     TIER_CAP,
     TIME_BUDGET,
-    TOKEN_BUDGET,
+    TOKEN_PENDING,
     VERIFYING,
     WAITING_FOR_KV,
 )
@@ -93,7 +94,7 @@ from slotwise.core.record import (
 from slotwise.core.request import NO_SLOT_HELD, KVTransfer, Request, State
 from slotwise.core.scheduler_limits import ERROR, SchedulerLimits
 from slotwise.core.step_time import StepTimeModel, work_of
-from slotwise.core.waiting_queue import Lane, WaitingQueue
+from slotwise.core.waiting_queue import SubQueue, WaitingQueue
 
 PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
 COMPLETE = ("stop", "length")  # finish reasons that imply that the whole prompt was computed
@@ -219,7 +220,7 @@ class Scheduler:
         for request in self.unfinished.values():
             holds_slot = request.holds_slot
             assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
-            assert bool(request.tables) == (holds_slot or self.transfers.has_landed(request)), request
+            assert bool(request.tables) == (holds_slot or self.transfers.is_holder(request)), request
             assert request.num_computed <= request.num_scheduled <= request.num_known, request
             assert request.pending >= 0, request
             ends = [table.end for table in request.tables]
@@ -343,7 +344,7 @@ class Scheduler:
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits),
             self._chunking.time_budget(self.running.values(), len(self.waiting), self._num_with_tpot))
-        self._land(now)
+        self._allocate_incoming(now)
         if self.policy.may_preempt and not self._discipline.leaves_together:
             self._preempt_outranked(builder)
         if self._discipline.prompts_alone:
@@ -388,7 +389,7 @@ class Scheduler:
         for request in self.transfers.pop_late(now):
             self._end_kv_wait(request, now)
 
-    def _land(self, now: float) -> None:
+    def _allocate_incoming(self, now: float) -> None:
         """Give blocks to the requests that wait for another engine, in the policy's order and by their tenants' shares.
 
         The first one of a tenant that has to wait stops only those of its tenant.
@@ -406,7 +407,7 @@ class Scheduler:
                 queue.close(request.spec.slo.tenant)
                 continue
             request.start_from(self.kv.allocate(request, allocation, now))
-            self.transfers.land(request)
+            self.transfers.add_holder(request)
             if self.transfers.is_missing_blocks(request):
                 self.transfers.await_blocks(request, now)
             else:
@@ -422,9 +423,9 @@ class Scheduler:
             builder.stop = builder.stop._replace(num_behind=builder.stop.num_behind + num_incoming)
         elif receiving:  # they stop no other request
             host = self.kv.host
-            may_land = num_incoming > len(receiving) and host.num_loads_left < host.max_loads  # in the next plan
+            may_follow = num_incoming > len(receiving) and host.num_loads_left < host.max_loads  # in the next plan
             builder.stop = Stop(WAITING_FOR_KV, receiving[0].request_id, num_incoming - 1,
-                                builder.now if may_land else _known(self.transfers.next_moment))
+                                builder.now if may_follow else _known(self.transfers.next_moment))
 
     # -- preemption ----------------------------------------------------------------------------------------------
 
@@ -488,10 +489,10 @@ class Scheduler:
     def _extend(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
         """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted or ended.
 
-        Blocks that no row holds, pinned or landed, go first.
+        Blocks that no row holds go first: pinned ones, then those of requests without a slot.
         """
         while (blocks := self.kv.extend(request, num_tokens, builder.now)) is None:
-            if self._reclaim(lambda: self.kv.num_lacking_to(request, num_tokens), (), list(self.transfers.landed)):
+            if self._reclaim(lambda: self.kv.num_lacking_to(request, num_tokens), (), list(self.transfers.holders)):
                 continue
             victim = self._victim(builder)
             builder.preempt(victim, NO_BLOCKS, 0 if self.limits.on_pressure == ERROR else victim.num_computed)
@@ -650,8 +651,9 @@ class Scheduler:
             if decision == GRAMMAR_COMPILING:
                 compiling = compiling or request
                 continue
-            builder.stop = builder.stop or Stop(
-                decision, request.request_id, 0, _known(min(gate.reopens_at, self.waiting.next_moment)))
+            reopens_at = _known(min(gate.reopens_at, self.waiting.next_moment))
+            builder.stop = builder.stop or Stop(  # the next plan loads as much again
+                decision, request.request_id, 0, builder.now if decision == LOAD_LIMIT else reopens_at)
             if decision == NO_ADAPTER_SLOT and not self._discipline.in_strict_order:
                 unslotted.append(request)
                 builder.is_adapter_overdue |= not self._may_be_passed(request)
@@ -678,7 +680,7 @@ class Scheduler:
         if request.is_compiling:
             return GRAMMAR_COMPILING
         if request.pending:
-            return OUTRANKED
+            return TOKEN_PENDING
         if not self._free_slots:
             return NO_SLOT
         if self._num_slots_for(request) < 1:
@@ -693,7 +695,7 @@ class Scheduler:
         if allocation is None:
             return NO_BLOCKS
         if len(allocation.on_host) > self.kv.host.num_loads_left:
-            return TOKEN_BUDGET
+            return LOAD_LIMIT
         start = allocation.num_computed
         return allocation if self._chunking.fits(start, len(request.tokens) - start, builder) else TIME_BUDGET
 
@@ -756,27 +758,27 @@ class Scheduler:
     def _allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
         """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them.
 
-        Pins are released for it, and so are the blocks of landed requests that the policy orders after it; if nothing
-        runs that could free blocks later, those of all landed requests.
+        Pins are released for it, and so are the blocks of requests without a slot that the policy orders after it; if
+        nothing runs that could free blocks later, those of all requests without a slot.
         """
         if builder.is_pressed:
             return None
-        landed = [] if request.state is State.WAITING_FOR_KV else [
-            other for other in self.transfers.landed if other is not request and (
+        holders = [] if request.state is State.WAITING_FOR_KV else [
+            other for other in self.transfers.holders if other is not request and (
                 not self.running or goes_before(self.policy, request, other, builder.now))]
-        return self._free_for(request, landed)
+        return self._free_for(request, holders)
 
-    def _free_for(self, request: Request, landed: Collection[Request]) -> Allocation | None:
-        """Returns the blocks that a request needs, if they are free or can be had from pins and those `landed`."""
+    def _free_for(self, request: Request, holders: Collection[Request]) -> Allocation | None:
+        """Returns the blocks that a request needs, if they are free or can be taken from pins and `holders`."""
         spare = self._spare(request, len(self.running))
         allocation = self._needed(request)
         kept = {cached.block for cached in chain(*allocation.used)}
-        return allocation if self._reclaim(lambda: self.kv.num_lacking(allocation) + spare, kept, landed) else None
+        return allocation if self._reclaim(lambda: self.kv.num_lacking(allocation) + spare, kept, holders) else None
 
-    def _reclaim(self, lacking: Callable[[], int], kept: Collection[int], landed: Collection[Request]) -> bool:
+    def _reclaim(self, lacking: Callable[[], int], kept: Collection[int], holders: Collection[Request]) -> bool:
         """Release blocks that no running request holds, until `lacking` returns less than 1.
 
-        Pins go first, the oldest before the others; then requests of `landed` lose their blocks, and compute their
+        Pins go first, the oldest before the others; then requests of `holders` lose their blocks, and compute their
         prompts.  Returns whether there is enough; else nothing changes.
 
         Args:
@@ -785,11 +787,11 @@ class Scheduler:
         if lacking() <= 0:
             return True
         pinned = self.kv.pinned
-        holders = [*pinned.holders, *[request.blocks for request in landed]]
-        dropped = Counter(block for blocks in holders for block in blocks if block not in kept)
+        held = [*pinned.block_lists, *[request.blocks for request in holders]]
+        dropped = Counter(block for blocks in held for block in blocks if block not in kept)
         if self.kv.pool.num_freed(dropped) < lacking():
             return False
-        left = list(landed)
+        left = list(holders)
         while lacking() > 0:
             if pinned:
                 pinned.unpin_oldest()
@@ -799,7 +801,7 @@ class Scheduler:
             self._lose_blocks(victim)
             if victim.state is State.WAITING_FOR_KV:
                 victim.kv = None
-                self.transfers.given_up.append(victim)
+                self.transfers.lost_blocks.append(victim)
         return True
 
     # -- committing a step ---------------------------------------------------------------------------------------
@@ -923,7 +925,7 @@ class Scheduler:
         """Give a waiting request a slot, the blocks of `allocation` and its first row; cached tokens count as computed.
         """
         self.waiting.remove(request)
-        self.transfers.take_off(request)
+        self.transfers.remove_holder(request)
         request.slot = heapq.heappop(self._free_slots)
         self.running[request.request_id] = request
         request.num_at_join = len(request.tokens)
@@ -995,13 +997,13 @@ class Scheduler:
         if request.state is not State.PREEMPTED:
             moment = min(moment, request.deadline)
         group = request.spec.slo.tenant if request.state is State.WAITING_FOR_KV else request.spec.slo.tier
-        lane = Lane(group, self.policy.lane(request))
-        self._queue_of(request).add(request, lane, self.policy.waiting_key(request, now), moment)
+        sub_queue = SubQueue(group, self.policy.lane(request))
+        self._queue_of(request).add(request, sub_queue, self.policy.waiting_key(request, now), moment)
 
     def _leave_queue(self, request: Request) -> None:
         """Take a request without a slot, which is about to end, out of its queue."""
         self._queue_of(request).remove(request)
-        if self.transfers.has_landed(request):
+        if self.transfers.is_holder(request):
             self._lose_blocks(request)
         elif request.state is State.WAITING_FOR_KV and request.kv is not None:
             self.transfers.unwanted.append(request)  # the other engine keeps its blocks until it is told
@@ -1016,7 +1018,7 @@ class Scheduler:
 
     def _lose_blocks(self, request: Request) -> None:
         """Release the blocks that a request without a slot has for the prompt that is sent to it."""
-        self.transfers.take_off(request)
+        self.transfers.remove_holder(request)
         self.kv.release(request)
         request.num_received = 0
         request.start_from(0)

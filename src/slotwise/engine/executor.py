@@ -159,6 +159,13 @@ class FakeExecutor:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def write(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Write the first tokens of a prompt into its blocks, as a transfer or a read from disk does."""
+        digest = 0
+        for position, token in enumerate(tokens):
+            digest = hash((digest, token))
+            self._cache[blocks[position // self._block_size], position % self._block_size] = digest
+
     def _named(self, plan: StepPlan, row: int) -> tuple[int, ...]:
         """Returns the drafts of a row, those of the draft model among them."""
         drafts = plan.drafts[row]

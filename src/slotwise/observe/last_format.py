@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from slotwise.core import reasons
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.record import (
     NO_PLAN,
@@ -168,10 +169,20 @@ def _objections(messages: list[str]) -> tuple[str, ...]:
     return tuple(messages) if any(messages) else ()
 
 
+def _last_reason(reason: str) -> str:
+    """The reason that the last release gave in the place of one that it did not have."""
+    return {reasons.LOAD_LIMIT: reasons.TOKEN_BUDGET, reasons.TOKEN_PENDING: reasons.OUTRANKED}.get(reason, reason)
+
+
 def merged(record: StepRecord) -> StepRecord:
-    """Returns a record as the last release had it: without lookups; of a failed step the changes of all plans, as one.
+    """Returns a record as the last release had it: without lookups, and with its reasons.
+
+    A failed step has the changes of all plans, as one.
     """
-    record = record._replace(plans=tuple([plan._replace(lookups=()) for plan in record.plans]))
+    record = record._replace(plans=tuple([
+        plan._replace(lookups=(), refused=tuple([Decision(name, _last_reason(why)) for name, why in plan.refused]),
+                      stop=plan.stop and plan.stop._replace(reason=_last_reason(plan.stop.reason)))
+        for plan in record.plans]))
     if record.step != NO_STEP or not record.plans:
         return record
     whole: dict[str, Any] = {name: tuple([one for plan in record.plans for one in getattr(plan, name)]) for name in (

@@ -61,7 +61,8 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 WAITS = (
     STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
     reasons.TIER_CAP, reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME,
-    reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT, reasons.WAITING_FOR_KV)
+    reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT, reasons.WAITING_FOR_KV, reasons.LOAD_LIMIT,
+    reasons.TOKEN_PENDING)
 STALLS = (
     reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
     reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE)

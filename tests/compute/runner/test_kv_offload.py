@@ -19,6 +19,7 @@ from slotwise.compute.kernels.interface import AttentionShape, Kernels
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.runner import kv_blocks
 from slotwise.compute.runner.kv_blocks import HostBlocks, staging_bytes
+from slotwise.compute.runner.model_runner import DeviceLostError
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import Copy, StepRecord
 from slotwise.core.request import RequestSpec
@@ -137,6 +138,52 @@ def test_blocks_that_come_back_give_the_tokens_that_computing_them_would(
     assert outputs == without == expected
     assert any(record.plan.saves for record in records) and any(record.plan.loads for record in records)
     assert computed(records) < 0.85 * computed(computes), "shared beginnings were evicted, and not computed again"
+
+
+def test_a_step_that_fails_loses_no_copy(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blocks that failed plans, and those behind them, saved and loaded are used by later requests."""
+    kernels, draw = ReferenceKernels(), random.Random(3)
+    attention = kernels.attention
+
+    def fails_at_times(*given: object) -> object:
+        if draw.random() < 0.04:
+            raise ArithmeticError("broken")
+        return attention(*given)
+
+    monkeypatch.setattr(kernels, "attention", fails_at_times)
+    subject = engine(folder, kernels, FEW, 60, overlap=1)
+    outputs: dict[str, list[int]] = {}
+    ends: dict[str, str] = {}
+    discarded = 0
+    for command in commands():
+        subject.handle(command)
+    while subject.has_work:
+        record = subject.step()
+        ends |= {end.request_id: end.reason for end in record.ended}
+        discarded += sum(len(plan.saves) + len(plan.loads) for plan in record.plans) if record.outcome.failure else 0
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
+            outputs.setdefault(name, []).extend(tokens)
+    assert discarded > 5 and 3 < sum(reason == "error" for reason in ends.values()) < len(ends) - 3
+    for name, tokens in expected.items():
+        assert outputs.get(name, []) == (tokens if ends[name] != "error" else tokens[: len(outputs.get(name, []))])
+
+
+def test_an_engine_whose_copies_fail_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later requests would read blocks that are counted as copied, and are not."""
+    subject = engine(folder, ReferenceKernels(), FEW, 60, overlap=0)
+    for command in commands():
+        subject.handle(command)
+    while not subject.step().plan.saves:
+        pass
+    monkeypatch.setattr(HostBlocks, "load", lambda self, copies: 1 / (not copies))
+    record = subject.step()
+    while not record.outcome.failure:
+        record = subject.step()
+    assert "blocks could not be copied: ZeroDivisionError" in record.outcome.failure
+    with pytest.raises(DeviceLostError, match="no step can follow: blocks could not be copied"):
+        subject.step()
 
 
 def test_a_wrong_copy_would_have_shown(

@@ -215,7 +215,7 @@ def test_an_engine_does_not_outlive_its_device(folder, monkeypatch):
     assert "illegal memory access" in record.outcome.failure and [end.reason for end in record.ended] == ["error"]
     monkeypatch.undo()
     subject.handle(commands()[1])
-    with pytest.raises(DeviceLostError, match="the device is lost: CUDA error"):
+    with pytest.raises(DeviceLostError, match="no step can follow: CUDA error"):
         subject.step()
 
 

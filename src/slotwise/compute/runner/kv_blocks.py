@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.compute.runner.slots import SlotListener
+from slotwise.compute.runner.slots import BlocksLostError, SlotListener
 from slotwise.compute.runner.staging import sender
 from slotwise.core.record import Copy, StepPlan
 
@@ -74,9 +74,17 @@ class HostBlocks(SlotListener):
         self._send = sender(device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Copy the blocks that a plan saves and loads."""
-        self.save(plan.saves)
-        self.load(plan.loads)
+        """Copy the blocks that a plan saves and loads.
+
+        Raises:
+            BlocksLostError: they may not all be copied.  The scheduler counts them as copied, whatever becomes of the
+                step, so no later plan may be run.
+        """
+        try:
+            self.save(plan.saves)
+            self.load(plan.loads)
+        except Exception as error:
+            raise BlocksLostError(f"blocks could not be copied: {type(error).__name__}: {error}") from error
 
     def save(self, copies: Sequence[Copy]) -> None:
         """Copy blocks of the device to places of the host."""

@@ -34,14 +34,14 @@ from slotwise.compute.runner.decode_graphs import DecodeGraphs
 from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.prompt_results import PooledPrompts, PromptLogprobs, describe, rows_at_a_time
 from slotwise.compute.runner.sampling.sampler import PendingTokens, Sampling
-from slotwise.compute.runner.slots import PrepareDraws, SlotListener, SlotListeners
+from slotwise.compute.runner.slots import BlocksLostError, PrepareDraws, SlotListener, SlotListeners
 from slotwise.compute.runner.staging import Event, event_of, sender
 from slotwise.compute.runner.verification import NOTHING, DraftedStates, OfPrompts, RowTokens, verify
 from slotwise.core.record import StepPlan, StepResult
 
 
 class DeviceLostError(RuntimeError):
-    """The device has failed and is lost to this process; a new process may be able to use it."""
+    """The device, or what its cache contained, is lost to this process; a new process may be able to use it."""
 
 
 class _EnqueuedStep(NamedTuple):
@@ -106,18 +106,20 @@ class ModelRunner:
         self._listeners = SlotListeners([slots, *listeners, sampler, self._prompts, self._pools])
         self._send = sender(decoder.kernels.device)
         self._outcomes: deque[_EnqueuedStep | _VerifiedStep | Exception] = deque()
-        self._lost: Exception | None = None  # the device's failure
+        self._lost: Exception | None = None  # why no later plan may be run
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Raises DeviceLostError after a step in which the device failed; `collect` raises other failures."""
+        """Raises DeviceLostError after a step that lost the device or blocks; `collect` raises other failures."""
         if self._lost is not None:
-            raise DeviceLostError(f"the device is lost: {self._lost}") from self._lost
+            raise DeviceLostError(f"no step can follow: {self._lost}") from self._lost
         try:
             self._listeners.apply(plan)
             self._outcomes.append(self._enqueue(plan))
         except Exception as error:  # raised when this step is collected
             self._outcomes.append(error)
+            if isinstance(error, BlocksLostError):
+                self._lost = error
 
     def collect(self) -> StepResult:
         outcome = self._outcomes.popleft()

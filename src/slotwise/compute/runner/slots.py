@@ -27,6 +27,10 @@ Earlier = Callable[[], Iterable[tuple[StepPlan, Sequence[Sequence[int]]]]]
 """Steps whose results are not collected yet, each with the tokens that its rows sampled.  Waits for the device."""
 
 
+class BlocksLostError(RuntimeError):
+    """The cache may lack blocks that the scheduler counts as computed."""
+
+
 class SlotListener:
     """Keeps state of the request in each slot.  By default it ignores what it hears."""
 
@@ -72,7 +76,10 @@ class SlotListeners:
         return tuple([listener for listener in self._listeners if getattr(type(listener), name) is not own])
 
     def apply(self, plan: StepPlan) -> None:
-        """Raises what a listener raised, once all have heard of the plan: the next plan must find their slots."""
+        """Raises what a listener raised, once all have heard of the plan: the next plan must find their slots.
+
+        Of several errors it raises the first BlocksLostError, after which there is no next plan.
+        """
         failures = []
         for listener in self._listeners if plan.released_slots or plan.new_requests else self._applying:
             try:
@@ -80,7 +87,7 @@ class SlotListeners:
             except Exception as error:
                 failures.append(error)
         if failures:
-            raise failures[0]
+            raise next((error for error in failures if isinstance(error, BlocksLostError)), failures[0])
 
     def propose(self, plan: StepPlan, prepare_draws: PrepareDraws) -> StepPlan:
         for listener in self._proposing if plan.has_proposed else ():

@@ -2,7 +2,8 @@
 const ROW = 7; // most pixels of a waiting request
 const WORDS = {
   no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending", verifying: "verifying drafts",
-  waiting_for_kv: "its blocks have not arrived",
+  waiting_for_kv: "its blocks have not arrived", load_limit: "a step copies only so many blocks from host memory",
+  token_pending: "the token of its last row is on its way",
   time_budget: "the step's time is spent", micro_batch: "in another stage's step",
   first_token: "left to a tenant far behind", short_step: "kept short for a tenant that may come",
   tier_cap: "free slots are another tier's", outranked: "gave way to one that goes first",

@@ -122,14 +122,14 @@ class Guesses:
 
 
 def drawn_limits(draw: Random) -> SchedulerLimits:
-    slots, block_size = draw.randint(2, 6), draw.randint(1, 5)
+    slots, block_size, windows = draw.randint(2, 6), draw.randint(1, 5), draw.choice(((0,), (0,), (0, 6)))
     return SchedulerLimits(
-        max_model_len=draw.randint(20, 48), num_blocks=draw.randint(25, 70) // block_size, block_size=block_size,
-        max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20),
+        max_model_len=draw.randint(20, 48), num_blocks=draw.randint(25, 70) * len(windows) // block_size,
+        block_size=block_size, max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20),
         enable_prefix_caching=draw.random() < 0.8, watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
         on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=draw.choice((0, 3, 40)),
-        stages=draw.choice((1, 1, 2, 3)), windows=draw.choice(((0,), (0,), (0, 6))),
-        max_chunk=draw.choice((4, 1024)), eviction_policy=draw.choice(EVICTION_POLICIES),
+        stages=draw.choice((1, 1, 2, 3)), windows=windows, max_chunk=4,
+        eviction_policy=draw.choice(EVICTION_POLICIES),
         tenant_cache_share=draw.choice((0.0, 0.5, 1.0)))
 
 

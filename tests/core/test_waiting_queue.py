@@ -77,6 +77,17 @@ def test_requests_that_left_are_forgotten_long_before_their_moment():
     assert [request.request_id for request in queue.due(86_400.0)] == ["r0"]
 
 
+def test_a_request_that_left_and_came_back_is_due_once():
+    """As one whose prompt was read from disk: its deadline is the same."""
+    queue = WaitingQueue(lambda lane, now: ())
+    request = crowd([Comer(0, 1, 1)])[0][1]
+    for _ in range(3):
+        queue.add(request, SubQueue("", "a"), (0,), 5.0)
+        queue.remove(request)
+    queue.add(request, SubQueue("", "a"), (0,), 5.0)
+    assert list(queue.due(5.0)) == [request]
+
+
 @given(ENTRIES, st.lists(st.integers(0, 19), max_size=8))
 def test_a_request_that_comes_back_stands_where_its_new_key_says(entries, again):
     queue, counters, listed = filled(entries)

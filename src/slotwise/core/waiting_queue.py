@@ -81,11 +81,13 @@ class WaitingQueue:
         return self._moments[0][0] if self._moments else inf
 
     def due(self, now: float) -> Iterator[Request]:
-        """Yields the requests due by `now`.  The caller removes or re-inserts them."""
+        """Yields the requests due by `now`, each once.  The caller removes or re-inserts them."""
+        before: Request | None = None  # one that left and came back with the same moment has two equal entries
         while self._moments and self._moments[0][0] <= now:
             entry = heappop(self._moments)
-            if self._is_current(*entry):
-                yield entry[2]
+            if self._is_current(*entry) and entry[2] is not before:
+                before = entry[2]
+                yield before
 
     def add(self, request: Request, sub_queue: SubQueue, key: Key, moment: float = inf) -> None:
         """Insert a request by its key.  At `moment`, in seconds, it is `due`."""

@@ -152,8 +152,8 @@ def test_a_step_that_fails_loses_no_copy(
             raise ArithmeticError("broken")
         return attention(*given)
 
-    monkeypatch.setattr(kernels, "attention", fails_at_times)
     subject = engine(folder, kernels, FEW, 60, overlap=1)
+    monkeypatch.setattr(kernels, "attention", fails_at_times)
     outputs: dict[str, list[int]] = {}
     ends: dict[str, str] = {}
     discarded = 0

@@ -1,4 +1,4 @@
-"""Drafts: how many a step verifies, beside the rows it computes in any case (`interfaces.Proposer`).
+"""Drafts: how many a step verifies, in addition to the rows it computes in any case (`interfaces.Proposer`).
 
 Drafts are planned last, from what all rows and admissions leave of the token budget, the time budget and the blocks.
 So they are the first that a step under pressure goes without: a draft delays no prompt, and no request waits or is
@@ -24,7 +24,7 @@ DECODE = RowKind.DECODE
 MAX_STEP_DRAFTS = 128  # each has a row of logits in memory
 NO_MATCH, RESTING, NO_GAIN, MAX_DRAFTS, NO_ROOM = "no_match", "resting", "no_gain", "max_drafts", "no_room"
 MEASURING = "measuring"
-DRAFT_LIMITS = {  # why a step has no more drafts, beside the `reasons` TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET
+DRAFT_LIMITS = {  # why a step has no more drafts, in addition to TOKEN_BUDGET, SHORT_STEP and TIME_BUDGET
     NO_MATCH: "no lookup knows how the rows go on",
     RESTING: "lookups of the rows gave nothing lately, and are tried again some tokens later",
     NO_GAIN: "another would take more time than it is expected to save",

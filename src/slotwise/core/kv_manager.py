@@ -214,7 +214,7 @@ class KVManager:
         return _popped(self._freed)
 
     def pop_expired(self) -> tuple[FreedBlocks, ...]:
-        """Blocks that fell behind a window since the last call, likewise."""
+        """Blocks that fell behind a window since the last call, of requests that still hold their slots."""
         return _popped(self._expired)
 
     def advance(self, request: Request) -> None:

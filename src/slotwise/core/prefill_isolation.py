@@ -1,7 +1,7 @@
 """Prefill isolation between tenants: a tenant's prompt in a step of its own, and short steps before it arrives.
 
-A prompt computed beside sixty decoding rows waits for all of them.  If the policy finds running rows far ahead of a
-starting prompt, these rows pause while it is computed:
+A prompt computed together with sixty decoding rows waits for all of them.  If the policy finds running rows far ahead
+of a starting prompt, these rows pause while it is computed:
 
     far ahead   ■ ■ ■ ■ . . ■ ■      . paused: FIRST_TOKEN
     far ahead   ■ ■ ■ ■ . . ■ ■

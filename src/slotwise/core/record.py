@@ -25,15 +25,15 @@ Blocks belong to *cache groups*, sets of layers that keep the same positions (`c
 one, group 0.  With a draft model there is only that: its layers use the same blocks, and may lack positions
 (`compute/runner/draft_model_runner.py`).
 
-Static and dynamic batches waste computation, and the plan records it: `padding[i]` tokens beside those of row i, and
-rows in `held`, which have their last token already and are computed again until the whole batch has ended.
+Static and dynamic batches waste computation, and the plan records it: `padding[i]` tokens in addition to those of row
+i, and rows in `held`, which have their last token already and are computed again until the whole batch has ended.
 
 A record is the whole of it: what the engine was told before one step, and what it planned, computed and published.
 Clients, metrics, the timeline and the replay read the same object, and the event log keeps what `logged()` returns.
 Together with the commands, the records hold every input of an engine, each clock reading that affects a decision
 included, so that a replay can compare all the rest.
 
-A record without a step (`step` NO_STEP) tells what happened between two steps, or that a step failed.  It has no
+A record without a step (`step` NO_STEP) says what happened between two steps, or that a step failed.  It has no
 result, and the plans that the failure discarded.
 """
 

@@ -140,7 +140,7 @@ class RequestSpec:
 
 
 class Namespace(NamedTuple):
-    """What prompts have to share before they share cached blocks, beside their tokens."""
+    """What prompts must have in common, in addition to their tokens, before they share cached blocks."""
 
     generation: int  # of the cache
     adapter: int

@@ -5,8 +5,9 @@
     commit(plan, result, now)    appends tokens, finishes requests, frees blocks; returns the Outcome
 
 The Scheduler owns every request from its arrival to its end.  Its methods stand in the order in which a step happens:
-expire, prompts that others compute, preempt for rank, running rows, waiting rows; then commit.  States change only in
-the last section of this file, in `add` and in `found_on_disk`, along TRANSITIONS of `core/request.py`:
+waiting requests expire, requests that wait for another engine or the disk get blocks, running rows are preempted for
+higher ranks, then running and waiting rows are planned; then commit.  States change only in the last section of this
+file, in `add` and in `found_on_disk`, along TRANSITIONS of `core/request.py`:
 
     add ──┬─────────► WAITING ──admit──► RUNNING ──finish──► FINISHED    also: finish from every unfinished state,
           │              ▲          preempt ▼  ▲ admit                   and from add or a wait to REJECTED,
@@ -390,9 +391,10 @@ class Scheduler:
             self._end_kv_wait(request, now)
 
     def _allocate_incoming(self, now: float) -> None:
-        """Give blocks to the requests that wait for another engine, in the policy's order and by their tenants' shares.
+        """Give blocks to the requests that wait for another engine or the disk.
 
-        The first one of a tenant that has to wait stops only those of its tenant.
+        In the policy's order, and by their tenants' shares.  A request that does not get its blocks stops only the
+        later ones of its tenant.
         """
         if not self.transfers.incoming:
             return
@@ -415,7 +417,7 @@ class Scheduler:
                 self._end_kv_wait(request, now)
 
     def _refuse_receiving(self, builder: PlanBuilder) -> None:
-        """Record in the plan that requests wait for another engine; those without blocks wait behind these."""
+        """Record in the plan which requests wait for blocks of their prompts; those without any wait behind these."""
         receiving, num_incoming = list(self.transfers.receiving()), len(self.transfers.incoming)
         for request in receiving:
             builder.refuse(request, WAITING_FOR_KV)
@@ -847,9 +849,8 @@ class Scheduler:
         """Append each row's tokens to its request, and advance what is computed.
 
         Returns, for each row that sampled nothing or kept fewer tokens than it sampled, the tokens kept; and the
-        requests that end.  A request
-        that ended after its row was planned keeps nothing of it; a row that was preempted since then keeps its tokens,
-        and their positions are computed again.
+        requests that end.  A request that ended after its row was planned keeps nothing of it.  A request that was
+        preempted after its row was planned keeps the tokens, and their positions are computed again.
         """
         plan, kept = step.plan, dict[int, Tokens]()
         ended: Ended = []

@@ -23,7 +23,7 @@ EVEN = 64.0  # stall limits: a gap of this length costs as much as a first token
 
 
 class StallLimit(NamedTuple):
-    """How long a step with prefill chunks may take beside decoding rows, in seconds."""
+    """How long a step with prefill chunks may take if it has decoding rows, in seconds."""
 
     free: float  # while few requests wait for a first token
     seconds: float
@@ -31,7 +31,7 @@ class StallLimit(NamedTuple):
 
 
 def stall_limit(times: StepTimeModel, bound: float, contexts: Sequence[int], num_newcomers: int) -> StallLimit:
-    """Returns the stall limit of a step with `num_newcomers` prompts beside decoding rows.
+    """Returns the stall limit of a step with `num_newcomers` prompts and decoding rows.
 
     As long as the newcomers are at most half as many as the k decoding rows, the limit is `bound`.  Let w be the number
     of newcomers beyond k/2.  Of a step of T seconds the decoding rows take d, which leaves T - d for prompts, so a

@@ -44,7 +44,7 @@ REMEMBERED = 10.0  # steps of a size that sums learned in another run count for 
 DOUBT = 0.5  # prior weight of a factor of 1, in steps of its size
 REFIT = 32  # steps between two fits; fewer in the first steps
 FAMILIAR = 24.0  # steps of a size after which only one in ROUTINE is compared, and one in SELDOM of these is added to
-ROUTINE = 4  # the sums: comparing takes time beside the engine, and a disturbance of seconds should not fade the others
+ROUTINE = 4  # the sums: comparing takes the engine's time, and a disturbance of seconds should not fade the others
 SELDOM = 8
 # Regularization of each term towards 0.  A step's constant is regularized least: eight unchanging streams say nothing
 # about a single one, and most of a step is reading weights.

@@ -77,7 +77,7 @@ class AdmissionControl(Observer):
 
     Args:
         max_requests: most requests that may wait; None: as many as the engine is expected to start within `PATIENCE`.
-        max_tokens: most prompt tokens that may wait, likewise.
+        max_tokens: most prompt tokens that may wait; None: as for `max_requests`.
         max_live: most requests that may wait or run.
     """
 
@@ -226,7 +226,7 @@ class AdmissionControl(Observer):
         return self._until_half(self._in_tier[tier].total, bound)
 
     def tenant_retry_after(self, tenant: str, bound: int) -> int:
-        """Seconds until half of a tenant's full queue has drained, likewise."""
+        """Seconds until half of a tenant's full queue has drained, if every slot went to the tenant."""
         return self._until_half(self._requests.held(tenant), bound)
 
     def _until_half(self, waiting: int, bound: int) -> int:

@@ -365,7 +365,7 @@ class EngineClient:
         return scheduling
 
     async def load_adapter(self, number: int, path: str) -> str:
-        """Loads an adapter beside the steps, under a new number.  Returns a digest of its files.
+        """Loads an adapter while steps run, under a new number.  Returns a digest of its files.
 
         Raises:
             AdapterError: it cannot be loaded.

@@ -1,11 +1,11 @@
-"""The interfaces between planning and what runs beside it: the executor, the compiler of grammars, adapters.
+"""The interfaces between planning and what runs concurrently: the executor, the compiler of grammars, adapters.
 
 An executor runs plans strictly in order.  `submit` may return before the step is computed; `collect` returns the result
 of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `freed_blocks`,
 `expired_blocks`, `new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so
 that the executor's state agrees with the scheduler's when the next plan comes.
 
-Grammars are compiled beside the steps:
+Grammars are compiled while steps run:
 
     handle(Add) ─► compile(request, grammar)          its request waits: `grammar_compiling`
     step()      ─► pop_compiled() ─► Scheduler.compiled(...)      it may be admitted, or it is rejected
@@ -61,7 +61,7 @@ class AdapterStore(Protocol):
     num_places: int
 
     def load(self, number: int, folder: Path) -> None:
-        """Loads an adapter; on any thread, beside steps.  Raises an exception, with one line, if it cannot be."""
+        """Loads an adapter; on any thread, while steps run.  Raises an exception, with one line, if it cannot be."""
         ...
 
     def unload(self, number: int) -> None:

@@ -68,14 +68,14 @@ Command = Add | Finish | Configure
 
 
 class LoadAdapter(Struct, tag="load_adapter"):
-    """Loads an adapter beside the steps, under a number that was never used.  No command: it changes no plan."""
+    """Loads an adapter while steps run, under a number that was never used.  Not a command: it changes no plan."""
 
     number: int
     path: str  # a folder
 
 
 class UnloadAdapter(Struct, tag="unload_adapter"):
-    """Forgets a loaded adapter as soon as no request has it; no `Add` that names it follows.  No command, likewise."""
+    """Forgets a loaded adapter as soon as no request has it; no `Add` that names it follows.  Not a command either."""
 
     number: int
 
@@ -131,7 +131,7 @@ class AdapterLoaded(Struct, tag="adapter"):
 
 
 Query = QueuePositionQuery | DivergenceQuery | GiveBack | LoadAdapter | UnloadAdapter | RemoveStored
-"""What an engine is sent beside commands: no plan depends on it."""
+"""Other messages to an engine: no plan depends on them."""
 
 
 class Loading(Struct, tag="loading"):

@@ -169,18 +169,27 @@ def _objections(messages: list[str]) -> tuple[str, ...]:
     return tuple(messages) if any(messages) else ()
 
 
+def _new_columns(part: Any) -> dict[str, Any]:
+    """Returns the columns of a part of a record that the last release did not have, with their defaults."""
+    return {name: default for name, default in part._field_defaults.items() if name not in COLUMNS}
+
+
+COLUMNS = _FlatStep.__struct_fields__
+NEW_IN_PLAN, NEW_IN_OUTCOME = _new_columns(StepPlan), _new_columns(Outcome)
+
+
 def _last_reason(reason: str) -> str:
     """The reason that the last release gave in the place of one that it did not have."""
     return {reasons.LOAD_LIMIT: reasons.TOKEN_BUDGET, reasons.TOKEN_PENDING: reasons.OUTRANKED}.get(reason, reason)
 
 
 def merged(record: StepRecord) -> StepRecord:
-    """Returns a record as the last release had it: without lookups, and with its reasons.
+    """Returns a record as the last release had it: with its columns and its reasons.
 
     A failed step has the changes of all plans, as one.
     """
-    record = record._replace(plans=tuple([
-        plan._replace(lookups=(), refused=tuple([Decision(name, _last_reason(why)) for name, why in plan.refused]),
+    record = record._replace(outcome=record.outcome._replace(**NEW_IN_OUTCOME), plans=tuple([
+        plan._replace(**NEW_IN_PLAN, refused=tuple([Decision(name, _last_reason(why)) for name, why in plan.refused]),
                       stop=plan.stop and plan.stop._replace(reason=_last_reason(plan.stop.reason)))
         for plan in record.plans]))
     if record.step != NO_STEP or not record.plans:

@@ -157,7 +157,7 @@ ABSENT = {  # vLLM's metrics that are not served; `*` stands for any characters
                     "and look-ups of copies are not measured.",
     "simple_kv_offload_*": "As `kv_offload_*`.",
     "num_requests_kv_fetch_by_stage": "No request waits for a copy from the host's cache.",
-    "nixl_*": "Servers exchange no cache blocks.",
+    "nixl_*": "Servers exchange cache blocks over TCP; `kv_transfers_total` counts the prompts.",
     "http_*": "Exchanges are logged (`--access-log`), not counted.",
 }
 

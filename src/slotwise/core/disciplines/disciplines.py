@@ -34,7 +34,7 @@ from slotwise.core.scheduler_limits import SchedulerLimits
 
 
 class Inline:
-    """A prompt is computed whole, beside decoding rows.  The token budget ends admission, and cuts no prompt."""
+    """A prompt is computed whole, next to decoding rows.  The token budget ends admission, and cuts no prompt."""
 
     prompts_alone = False
     leaves_together = False

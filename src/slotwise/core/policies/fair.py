@@ -9,7 +9,7 @@ requests would wait until all other tenants were served as much as the first one
         2 * (max(PROMPT * longest prompt, OUTPUT * tokens that fit the cache) + credit)
 
 which without the credit is their theorem 4.4.  Queue order alone does not help a request that arrives when a flood
-holds every slot and fills every step.  So a request that starts beside a tenant far ahead (FAR times its rows, by
+holds every slot and fills every step.  So a request that starts next to a tenant far ahead (FAR times its rows, by
 weight, and not served less) preempts that tenant's row if no slot is free, and the tenant's rows pause while the prompt
 is computed: at most `core.prefill_isolation.MAX_ISOLATED_STEPS` steps in a row.  A preempting request precedes its
 victim, so slots are never exchanged back and forth, and tenants of similar size do neither to each other.  If another

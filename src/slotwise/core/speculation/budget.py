@@ -89,7 +89,7 @@ class Costs:
 
 
 def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) -> DraftCount:
-    """Returns how many drafts to verify beside `num_rows` decoding rows.
+    """Returns how many drafts to verify in a step of `num_rows` decoding rows.
 
     Args:
         costs: relative seconds for each number of GRID.

@@ -1,6 +1,6 @@
 """The proposer of a draft model: chooses how many drafts `compute/runner/draft_model_runner.py` proposes for each row.
 
-The number is that of the budget (`budget.py`), with what proposing costs beside what verifying costs:
+The number is that of the budget (`budget.py`), with what proposing costs added to what verifying costs:
 
     (rows + Σ probability that a draft and those before it are right) / (step with drafts + passes of the draft model)
 
@@ -136,7 +136,7 @@ class DraftModelProposer:
         return sum(self._row_of(request).acceptance.survival(0, self._num_drafts)) > WORTH_WAITING
 
     def _chosen(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> _Chosen:
-        """Returns the drafts of each of `rows`, which have none in `work`, beside `num_decoding` decoding rows."""
+        """Returns the drafts of each of `rows`, none of which `work` has; the step has `num_decoding` decoding rows."""
         context = sum([len(row.request.tokens) for row in rows])
         costs = dict(zip(GRID, self._costs.curve(work, num_decoding, context), strict=True))
         alone = self._times.seconds(Work(num_decoding, num_decoding, context, 0.0) if work.pairs else work.repeated())

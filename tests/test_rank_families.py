@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 WHOLE = [("gemma3n", "tp"), ("gemma3n", "pp"), ("gemma4", "pp"), ("bitnet", "tp"), ("diffllama", "tp")]
 DOUBLED = ("falcon_h1", "zamba2")  # with layers that have two caches, which no stages divide
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
-EVERY_LAYOUT = ("llama3", "gemma2", "gpt_oss", "qwen2_moe")  # others divide the same layers
+EVERY_LAYOUT = ("llama3", "gpt_oss")  # others divide the same layers
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
 LENGTHS = [5, 40, 17, 70, 1, 33, 61, 9]
 SAMPLED = SamplingSpec(temperature=1.0, top_p=0.9, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -127,7 +127,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "layout"), [
-    ("qwen2_moe", "tp"), ("qwen2_moe", "both"), ("gpt_oss", "both"), ("granite_moe", "tp")])
+    ("qwen2_moe", "both"), ("gpt_oss", "both"), ("granite_moe", "tp")])
 def test_ranks_that_hold_experts_whole(family: str, layout: str, tmp_path: Path) -> None:
     folder = make(family, tmp_path / "model")
     plain = play(engine_of(folder), requests())
@@ -136,7 +136,7 @@ def test_ranks_that_hold_experts_whole(family: str, layout: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("family", "layout", "biases"), [
-    ("qwen2", "tp", True), ("phi3", "tp", False), ("qwen2", "pp", True), ("llama_bias", "both", True)])
+    ("qwen2", "tp", True), ("phi3", "tp", False), ("llama_bias", "both", True)])
 def test_adapters_with_drafts_and_grammars(family: str, layout: str, biases: bool, tmp_path: Path) -> None:
     folder = make(family, tmp_path / "model", tokenizer=True)
     adapters = [lora.write(tmp_path / "a", folder, seed=1, biases=biases), lora.write(
@@ -166,7 +166,7 @@ def with_adapter(add: Add, adapter: int, request_id: int | None = None) -> Add:
                replace(add.spec, adapter=adapter))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp", "both"])
 def test_an_adapter_that_a_rank_cannot_load_is_loaded_by_none(layout: str, tmp_path: Path) -> None:
     folder = make("llama2", tmp_path / "model")
     good, bad = (lora.write(tmp_path / name, folder, seed=1) for name in ("good", "bad"))
@@ -183,7 +183,7 @@ def test_an_adapter_that_a_rank_cannot_load_is_loaded_by_none(layout: str, tmp_p
     assert all(one.reason == "length" for one in play(engine, adds).outputs.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp", "both"])
 def test_a_draft_model_on_rank_0(layout: str, tmp_path: Path) -> None:
     folder = make("llama3", tmp_path / "model", tokenizer=True)
     draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}

@@ -33,15 +33,17 @@ blocks = {linear_blocks.product_kernel(layout_of(HEAD), torch.bfloat16, path).na
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
-machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu="neoverse-n1", opt=1)
+machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu="neoverse-n1", opt=0)
 lacks = [path for path in paths.ALL if path != "onednn" and paths.obstacle(path)]
 made, not_portable, kind = {}, [], 0
 for name, code in compiler._known.items():
     narrow = name.replace("float32", "uint16")
     name = blocks.get(name, name)
     path = "fp16" if name.endswith("_in_halves") else name.partition("_by_")[2]
-    if path in ("amx", "amx_int8", "bf16", "fp16", "software tiles", "software_tiles"):
-        continue  # not used there, nor is vnni, which shows that what is not portable is found
+    if path in ("amx", "amx_int8", "bf16", "fp16", "software tiles", "software_tiles", "vnni"):
+        continue  # not used there
+    if name.endswith("_int16") and not name.endswith("multiply_int16"):
+        continue  # nor are pairs of bfloat16, of which one kernel shows that what is not portable is found
     if not path and narrow != name and narrow in compiler._known:
         continue  # it differs from the kernel of fewer bits in loads and stores, which other kernels have, too
     part = compiler._part(code._entry)
@@ -75,10 +77,7 @@ def test_every_kernel_that_a_processor_without_avx_uses_compiles_for_aarch64() -
     lanes, lacks, kind, made, not_portable = json.loads(done.stdout)
     assert lanes == 8, "what torch says of a processor without AVX"
     assert lacks == ["amx", "fp16", "bf16", "amx_int8", "vnni"]
-    attention = {name.rpartition(".")[2] for name in not_portable if "_by_" not in name}
-    assert attention == {"_attend_uint16_int16", "_attend_latents_uint16_int16", "multiply_int16"}, "pairs of bfloat16"
-    products = {name.rpartition("_by_")[2] for name in not_portable if "_by_" in name}
-    assert products == {"vnni"}, "the only one of those that are not used there which is compiled"
+    assert [name.rpartition(".")[2] for name in not_portable] == ["multiply_int16"]
     assert len(made) > 30 and kind == AARCH64
     assert [name.rpartition(".")[2] for name, pauses in made.items() if pauses] == [
         "_enter_jobs", "_run_shared", "_program"], "those that wait for other threads"

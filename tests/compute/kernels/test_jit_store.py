@@ -209,20 +209,16 @@ def test_a_link_of_another_user_is_not_followed(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_compile_at_once_all_compute_and_share_and_so_does_a_start_after_damage(tmp_path):
+def test_processes_that_compile_at_once_share_and_a_start_after_damage_compiles_what_was_harmed(tmp_path):
     folder = {"XDG_CACHE_HOME": str(tmp_path)}
     processes = [subprocess.Popen([sys.executable, "-c", COMPILE], env=os.environ | folder, stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for _ in range(2)]
     assert [process.communicate()[0].splitlines()[1:] for process in processes] == [["True True", "True"]] * 2
-    kernels = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(kernels) == 2
-    for path, damage in zip(kernels, ("halved", "code flipped"), strict=True):  # the others: see `DAMAGE`, above
-        path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    _, harmed = sorted((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: "silu" in path.name)
+    harmed.write_bytes(DAMAGE["code flipped"](harmed.read_bytes()))  # other damage: see `DAMAGE`, above
     printed, logged = told(COMPILE, **folder)
-    assert printed == ["False False", "True True", "True"]
-    assert {line.partition("is damaged")[1:] for line in logged} == {("is damaged", ": it is compiled anew")}
-    assert all(any(str(path) in line for line in logged) for path in kernels)
-    assert told(COMPILE, **folder) == (["True True", "True True", "True"], [])
+    assert printed == ["True False", "True True", "True"]
+    assert logged and all(f"{harmed} is damaged: it is compiled anew" in line for line in logged)
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_with_what_it_costs(place, tmp_path, caplog):

@@ -118,9 +118,9 @@ import torch
 from numba import cfunc
 from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks
 from slotwise.compute.kernels.cpu.products.block_layout import layout_of
-from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
+from slotwise.compute.kernels.cpu.products.quantize import FORMATS
 
-blocks = linear_blocks.product_kernel(layout_of(BLOCK_TYPES["Q4_K"].format), torch.bfloat16, "amx_int8")
+blocks = linear_blocks.product_kernel(layout_of(FORMATS["int8"]), torch.bfloat16, "amx_int8")
 for code in (linear_bf16.PRODUCT["amx"].code, blocks):
     print(cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str())
     print("next")

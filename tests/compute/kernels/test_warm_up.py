@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -16,30 +17,43 @@ from slotwise.compute.kernels.cpu.products import paths
 from slotwise.compute.kernels.matrix import Format
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+import slotwise.compose.engine_builder
 from slotwise import LLM, SamplingParams
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.offline.sampling_params import StructuredOutputsParams
 
-llm = LLM(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory=8 << 20, **json.loads(sys.argv[1]))
-late, ready = [], CompiledKernel._ready
-CompiledKernel._ready = lambda self: late.append(self.name) or ready(self)
-choice = StructuredOutputsParams(choice=["first", "second"])
-outputs = llm.generate(["def", "def", "def", "def"], [
-    SamplingParams(temperature=0.0, max_tokens=8), SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=2),
-    SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=choice),
-    SamplingParams(temperature=1.0, seed=1, max_tokens=8, structured_outputs=choice)], use_tqdm=False)
-print(json.dumps([late, [output.outputs[0].text for output in outputs]]))
+def told(settings):
+    llm = LLM(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory=8 << 20, **settings)
+    late, ready = [], CompiledKernel._ready
+    CompiledKernel._ready = lambda self: late.append(self.name) or ready(self)
+    choice = StructuredOutputsParams(choice=["first", "second"])
+    outputs = llm.generate(["def", "def", "def", "def"], [
+        SamplingParams(temperature=0.0, max_tokens=8),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=choice),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=8, structured_outputs=choice)], use_tqdm=False)
+    return [late, [output.outputs[0].text for output in outputs]]
+
+for settings in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        print(json.dumps(told(settings)), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["default", "int8"])
-def test_every_kernel_of_a_request_is_ready_after_the_start(settings: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(settings)], capture_output=True, text=True)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_every_kernel_of_a_request_is_ready_after_the_start() -> None:
+    """Unquantized and in int8, each in a process of its own, forked before any kernel is loaded."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps([{}, {"quantization": "int8"}])],
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    late, texts = json.loads(done.stdout)
-    assert set(texts[2:]) <= {"first", "second"}
-    assert late == []
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 2, done.stderr[-3000:]
+    for late, texts in found:
+        assert set(texts[2:]) <= {"first", "second"}
+        assert late == []
 
 
 def test_kernels_of_a_format_are_ready_once_a_matrix_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-LENGTHS = [5, 60]  # tokens; the second prompt is longer than every window
+LENGTH = 60  # tokens of the prompt, which is longer than every window
+COMPARED_AT = [4, LENGTH - 1]  # positions, before and behind the first token that a window leaves out
 CLOSE, FAR = 1e-3, 1e-2  # differences of logits: of two ways to compute, and of two models
 
 CALM = {"initializer_range": 0.1}  # recurrent states repeat rounding errors, and wide weights multiply them
@@ -561,18 +562,16 @@ def attention_of(alibi: object) -> str:
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    """The logits `[prompts, vocabulary]` that transformers gives for the prompts' last tokens."""
+    """The logits `[positions, vocabulary]` that transformers gives at the positions of COMPARED_AT."""
     model.eval()
     with torch.inference_mode():
-        return torch.cat([
-            model(torch.tensor([ids]) % model.config.vocab_size).logits[:, -1]
-            for ids in prompts(LENGTHS)])
+        return model(torch.tensor(prompts([LENGTH])) % model.config.vocab_size).logits[0, COMPARED_AT]
 
 
 def ours(folder: Path) -> torch.Tensor:
     decoder = load_model(folder, kernels=ReferenceKernels(), dtype="float32")
-    rows = [[token % decoder.config.vocab_size for token in ids] for ids in prompts(LENGTHS)]
-    return Driver(decoder).step(list(enumerate(rows)))
+    [ids] = prompts([LENGTH])
+    return Driver(decoder).step([(0, [token % decoder.config.vocab_size for token in ids])], COMPARED_AT)
 
 
 @pytest.mark.parametrize("name", BASES)

@@ -163,12 +163,12 @@ class TestSensitivity:
     *EVERY_LAYER, "mamba2", "deepseek_v2", "gemma4"])
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family: str, tmp_path: Path) -> None:
     folder = make(family, tmp_path / family, dtype="bfloat16", initializer_range=0.1)
-    [ids] = prompts([1001], seed=3)
+    [ids] = prompts([601], seed=3)
     exact = teacher_forced(reference_logits(folder, ids[:-1], "float32"), ids)
     theirs = teacher_forced(reference_logits(folder, ids[:-1], "bfloat16"), ids)
     assert exact.std() > 0.3  # nats: a model that predicts nothing would be easy to agree with
 
-    chunks = [ids[start : start + 100] for start in range(0, 1000, 100)]
+    chunks = [ids[start : start + 100] for start in range(0, 600, 100)]
     for name in ("reference", "cpu"):
         with one_thread() if name == "reference" else nullcontext():
             driver = Driver(load_model(folder, kernels=choose(name)))

@@ -53,7 +53,7 @@ KINDS = list(CLOSE)
 @pytest.mark.parametrize(("kind", "tokens", "routing", "activation", "with_bias"), [
     *((torch.float32, *shape) for shape in SHAPES),
     *((kind, *shape) for place, shape in enumerate(SHAPES) for kind in KINDS[1:]
-      if DEVICE == "cuda" or kind == KINDS[1 + place % 2])])
+      if DEVICE == "cuda" or (place in (1, 2) and kind == KINDS[place]))])
 def test_the_contract(kind, tokens, routing, activation, with_bias):
     """By small and large tiles, with experts that no token chose."""
     x, logits = numbers(kind, tokens, HIDDEN), numbers(kind, tokens, routing.num_experts)
@@ -113,7 +113,7 @@ def test_codes_of_experts_that_no_token_chose_are_not_read():
     assert ours.isfinite().all() and distance(ours, theirs) < CLOSE[torch.float32]
 
 
-@settings(max_examples=6 * EXAMPLES, deadline=None)
+@settings(max_examples=3 * EXAMPLES, deadline=None)
 @given(st.integers(1, 90), st.sampled_from([(1, 1), (5, 2), (8, 8), (60, 6)]), st.booleans(), st.integers(0, 2))
 def test_pairs_lie_in_the_order_of_their_experts(tokens, sizes, is_normalized, levels):
     """Few different logits: of equal ones the first comes first."""
@@ -152,7 +152,7 @@ def test_weights_of_experts_that_no_token_chose_are_not_read():
 
 
 @pytest.mark.parametrize(("is_normalized", "unsound"), thinned(
-    (True, "x"), (False, "one logit"), (True, "logits"), (False, "x"), (False, "logits"), (True, "one logit"), few=3))
+    (True, "x"), (False, "one logit"), (True, "logits"), (False, "x"), (False, "logits"), (True, "one logit"), few=2))
 def test_a_token_that_is_not_a_number_stays_one_and_disturbs_no_other(unsound, is_normalized):
     routing, packed = Routing(8, 2, is_normalized), weights(torch.float32, 8, HIDDEN, INNER)
     x, logits = numbers(torch.float32, 9, HIDDEN), numbers(torch.float32, 9, 8)

@@ -34,7 +34,7 @@ from slotwise.compute.kernels.select import choose
 from slotwise.compute.model.layers.rope import LinearRope, Rope
 from slotwise.compute.model.loading import load_model, read_config
 
-LENGTHS = [5, 23, 70, 620]  # tokens; the last prompt reaches past every window and original context length
+LENGTHS = [5, 70, 620]  # tokens; the last prompt reaches past every window and original context length
 SINGLE = 4  # last tokens of each prompt, which come one at a time
 CLOSE = 0.01  # standard deviations of the logits; rounding leaves a tenth of it
 WHOLE = 10**6

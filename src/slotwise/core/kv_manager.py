@@ -59,6 +59,7 @@ class KVManager:
         self._advances = shares or groups.are_windowed
         self.is_windowed = groups.are_windowed  # so requests may hold blocks for a part of their known tokens
         self.has_states = groups.have_states
+        self.renews_prefixes = True  # False: evict as 0.2.0 did, whose logs are replayed (see `release`)
         self._freed: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks truncated since the last plan
         self._expired: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks that fell behind a window
 
@@ -245,7 +246,7 @@ class KVManager:
         """
         self.pool.cached.released(request)
         self.pool.release(_last_first(request.tables))
-        entry = request.block_hashes.last if request.block_hashes.is_shared else None
+        entry = request.block_hashes.last if request.block_hashes.is_shared and self.renews_prefixes else None
         while entry is not None:
             self.pool.use_again([cached.block for cached in entry.cached])
             entry = entry.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,14 @@ BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Ba
 
 def steps(entries: list[event_log.Entry]) -> list[StepRecord]:
     return [entry for entry in entries if isinstance(entry, StepRecord)]
+
+
+def test_a_log_of_the_last_release_comes_out_again(tmp_path: Path) -> None:
+    """With drafts, failed steps, preemptions, and a prefix that two requests computed at the same time."""
+    path = tmp_path / "log"
+    path.write_bytes(lzma.decompress(Path(__file__).with_name("log_of_0.2.0.xz").read_bytes()))
+    outcome = replay(log_file.read_file(path))
+    assert outcome.difference is None and (outcome.requests, outcome.records) == (120, 290)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

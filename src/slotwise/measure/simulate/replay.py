@@ -174,6 +174,7 @@ class _EngineRun:
         times = StepTimeModel(run.learned)
         proposer = proposer or proposer_of(run.speculation, times)
         scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times, proposer)
+        scheduler.kv.renews_prefixes = not self._is_last_format
         self._engine = Engine(
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
             scheduling=run.scheduling, grammars=self._grammars, kv_link=self._link)

@@ -16,7 +16,7 @@ from slotwise.api.app import BODIES, ROUTES
 from slotwise.api.asgi import OPEN_TO_ALL
 from slotwise.api.limits.tiers import TierSettings, TierTable
 from slotwise.api.pooling.pooled_requests import PooledFields
-from slotwise.api.protocol.protocol import CompletionRequest, Generate
+from slotwise.api.protocol.protocol import CompletionRequest, Generate, GenerationFields
 from slotwise.api.protocol.unsupported import unsupported_fields
 from slotwise.core.params import PARAMETERS
 from slotwise.core.setting_fields import INT64, settings_of
@@ -122,7 +122,7 @@ def _body(kind: type, shared: Collection[str]) -> str:
 
 
 def _notes(kind: type) -> dict[str, str]:
-    return {name: declared.help for name, declared in PARAMETERS.items()} | notes_of(kind)
+    return {name: declared.help for name, declared in PARAMETERS.items()} | notes_of(GenerationFields) | notes_of(kind)
 
 
 def _table(schema: Json, notes: dict[str, str], unsupported: Collection[str] = ()) -> str:

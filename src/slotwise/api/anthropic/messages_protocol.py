@@ -15,18 +15,16 @@ from slotwise.api.generate.shapes import to_json
 from slotwise.api.http.api_errors import bad_request
 from slotwise.api.protocol.protocol import (
     ChatRequest,
-    KVTransferParams,
-    Milliseconds,
+    GenerationFields,
     NoneOrMore,
     OneOrMore,
-    Priority,
-    Salt,
-    Seconds,
     Seed,
     Stop,
     Temperature,
     TopK,
     TopP,
+    joined,
+    optional_fields,
 )
 from slotwise.api.protocol.unsupported import refuse, refuse_others
 from slotwise.compat.vllm import ANY
@@ -108,29 +106,22 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         return chat
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True):
+MessagesFields: Any = joined("MessagesFields", CountTokensRequest, optional_fields(GenerationFields), __name__)
+
+
+class MessagesRequest(MessagesFields, CountTokensRequest, kw_only=True):  # type: ignore[misc]
     max_tokens: OneOrMore  # most output tokens, thinking included
-    stream: bool | None = None  # send server-sent events
     stop_sequences: StopSequences | None = None  # texts that end the answer, and are not part of it
     temperature: Temperature | None = None  # divides the logits; by default the model's own
     top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     top_k: TopK | None = None  # keep the k most probable tokens
     metadata: MessagesMetadata | None = None  # `user_id`: the session, and the tenant where the server has no keys
     service_tier: str | None = None  # `auto`, `standard_only`, or one of the server's own: docs/tiers.md
-    request_id: str | None = None  # the id of the response, and of the request in logs and queries
     seed: Seed | None = None  # the same seed gives the same answer
-    priority: Priority | None = None  # lower is earlier; None: its tier's
-    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
-    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
-    queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
-    cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
-    retain: Seconds | None = None  # seconds for which its prompt stays cached, or X-Retain: docs/reference/eviction.md
-    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
 
     def as_chat(self) -> ChatRequest:
         chat = super().as_chat()
-        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority",
-                     "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "kv_transfer_params", "retain"):
+        for name in (*GenerationFields.__struct_fields__, "max_tokens", "temperature", "top_p", "top_k", "seed"):
             setattr(chat, name, getattr(self, name))
         chat.stop = self.stop_sequences or None
         chat.user = self.metadata.user_id if self.metadata else None

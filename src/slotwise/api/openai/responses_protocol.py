@@ -16,13 +16,9 @@ from slotwise.api.protocol.protocol import (
     CacheRetention,
     ChatRequest,
     Effort,
+    GenerationFields,
     Hint,
-    KVTransferParams,
-    Milliseconds,
     OneOrMore,
-    Priority,
-    Salt,
-    Seconds,
     Seed,
     Temperature,
     TopK,
@@ -59,13 +55,11 @@ class ResponseStreamOptions(msgspec.Struct):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(GenerationFields, kw_only=True):
     input: str | list[dict[str, Any]]  # a user's text, or items: messages, function calls and their outputs, reasoning
-    model: str | None = None  # the served model's name, by default
     instructions: str | None = None  # the system message; that of an earlier response does not hold
     previous_response_id: str | None = None  # the input continues the conversation of this stored response
     store: bool | None = None  # whether the response can be continued and fetched later; by default it can
-    stream: bool | None = None  # send server-sent events
     stream_options: ResponseStreamOptions | None = None  # changes nothing
     max_output_tokens: OneOrMore | None = None  # most output tokens, reasoning included; None: what fits
     temperature: Temperature | None = None  # divides the logits; by default the model's own
@@ -76,21 +70,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None  # `effort`, the template's `reasoning_effort`
     text: TextConfig | None = None  # `format` of the answer
     metadata: dict[str, str] | None = None  # stands in the response, and changes nothing else
-    service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
     user: User | None = None  # the tenant, where the server has no keys
     safety_identifier: Hint | None = None  # changes nothing
     prompt_cache_key: Hint | None = None  # names its session
     prompt_cache_retention: CacheRetention | None = None  # a hint of how long its prompt stays cached
-    retain: Seconds | None = None  # seconds for which its prompt stays cached, or X-Retain: docs/reference/eviction.md
-    request_id: str | None = None  # the id of the response, and of the request in logs and queries
     top_k: TopK | None = None  # keep the k most probable tokens
     seed: Seed | None = None  # the same seed gives the same answer
-    priority: Priority | None = None  # lower is earlier; None: its tier's
-    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
-    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
-    queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
-    cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
-    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     background: Any = None  # not supported
     context_management: Any = None  # not supported
@@ -126,10 +111,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         """
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         chat = ChatRequest(messages=[*system, *before, *messages_of(self.input)], max_tokens=self.max_output_tokens)
-        for name in ("model", "stream", "temperature", "top_p", "service_tier", "user", "request_id", "top_k", "seed",
-                     "priority", "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "chat_template_kwargs",
-                     "parallel_tool_calls", "kv_transfer_params", "prompt_cache_key", "prompt_cache_retention",
-                     "retain"):
+        for name in (*GenerationFields.__struct_fields__, "temperature", "top_p", "user", "top_k", "seed",
+                     "chat_template_kwargs", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"):
             setattr(chat, name, getattr(self, name))
         chat.reasoning_effort = self.reasoning.effort if self.reasoning else None
         chat.tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())] or None

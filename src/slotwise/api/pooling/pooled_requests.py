@@ -14,14 +14,12 @@ from http import HTTPStatus
 from sys import byteorder
 from typing import Any, Literal
 
-import msgspec
-
 from slotwise.api.generate.choice import Choice, together
 from slotwise.api.generate.context import Api
 from slotwise.api.generate.generate import Job, Renderer, ValidatedRequest, usage_of
 from slotwise.api.http.api_errors import ApiError, ContextExceeded, bad_request
 from slotwise.api.http.http_exchange import HttpExchange
-from slotwise.api.protocol.protocol import Generate, KeptTokens, Milliseconds, Priority, Salt, Seconds, User
+from slotwise.api.protocol.protocol import Generate, KeptTokens, RequestFields, User
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.generation import AT_THE_END
@@ -30,17 +28,10 @@ NO_TOKENS = SamplingSpec(max_tokens=None)
 MAX_NUMBERS = 1 << 22  # of the vectors of one response: a thousand of a large model's
 
 
-class PooledFields(msgspec.Struct, kw_only=True):
+class PooledFields(RequestFields, kw_only=True):
     """The fields of every such request."""
 
-    model: str | None = None  # the served model's name, by default
     user: User | None = None  # the tenant, where the server has no keys
-    request_id: str | None = None  # the id of the response, and of the request in logs and queries
-    service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
-    priority: Priority | None = None  # lower is earlier; None: its tier's
-    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the answer; None: its tier's
-    queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
-    cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
 
     def as_generate(self) -> Generate:
         """The fields that these requests share with requests to generate."""

@@ -7,7 +7,7 @@ names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -123,27 +123,53 @@ def _sampling_fields() -> Iterator[tuple[str, Any, None]]:
             yield name, kind | None, None
 
 
-SamplingFields: Any = msgspec.defstruct(
-    "SamplingFields", _sampling_fields(), bases=(Unsupported,), module=__name__, kw_only=True)
+class RequestFields(msgspec.Struct, kw_only=True):
+    """The fields of every request that the engine runs.  None stands for a field's default.
 
-
-class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
-    """The fields of both endpoints.  None stands for a field's default."""
+    To add one, add it here and to `RequestSpec`, and set it in `Generate.spec`: every route then takes it.
+    """
 
     model: str | None = None  # the served model's name, by default
-    stream: bool | None = None  # send server-sent events, one or more tokens each
-    stream_options: StreamOptions | None = None  # only with `stream`
-    stream_interval: OneOrMore | None = None  # tokens of each event after the first, if more than the server's
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
-    session_id: Hint | None = None  # its conversation's or agent's name, as the header X-Session-Id
     service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
     priority: Priority | None = None  # of the policy `priority`: lower is earlier; None: its tier's
-    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; None: its tier's
-    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
-    user: User | None = None  # the tenant, where the server has no keys
+    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token or vector; None: its tier's
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+
+
+class GenerationFields(RequestFields, kw_only=True):
+    """The fields of every request that generates tokens."""
+
+    stream: bool | None = None  # send server-sent events, one or more tokens each
+    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     retain: Seconds | None = None  # seconds for which its prompt stays cached, or X-Retain: docs/reference/eviction.md
+    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
+
+
+def joined(name: str, base: type, fields: Iterable[tuple[str, Any, None]], module: str) -> Any:
+    """Returns `base` with further optional fields: msgspec's structs have one base with fields."""
+    own = {field.name for field in msgspec.structs.fields(base)}
+    return msgspec.defstruct(
+        name, [field for field in fields if field[0] not in own], bases=(base,), module=module, kw_only=True)
+
+
+def optional_fields(kind: type) -> Iterator[tuple[str, Any, None]]:
+    """The fields of a struct, all of which are optional, as `joined` takes them."""
+    return ((field.name, field.type, None) for field in msgspec.structs.fields(kind))
+
+
+SamplingFields: Any = joined(
+    "SamplingFields", GenerationFields, [*_sampling_fields(), *optional_fields(Unsupported)], __name__)
+
+
+class Generate(SamplingFields, GenerationFields, kw_only=True):  # type: ignore[misc]
+    """The fields of both endpoints.  None stands for a field's default."""
+
+    stream_options: StreamOptions | None = None  # only with `stream`
+    stream_interval: OneOrMore | None = None  # tokens of each event after the first, if more than the server's
+    session_id: Hint | None = None  # its conversation's or agent's name, as the header X-Session-Id
+    user: User | None = None  # the tenant, where the server has no keys
     best_of: OneOrMore | None = None  # nothing but the value of `n`
     max_tokens: NoneOrMore | None = None  # most output tokens; None: what fits; 0: only with echo or prompt_logprobs
     stop: Stop | list[Stop] | None = None  # texts before which the output ends; they may spell special tokens
@@ -168,7 +194,6 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the left
     echo: bool | None = None  # the prompt, or in a chat the assistant's last message, stands before the output
     prediction: PredictedOutput | None = None  # drafts are taken from it: the output is the same, and sooner there
-    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
     explain: bool | None = None  # the response contains where its time went
     bench_output_tokens: Length | list[Length] | None = None  # forced output length; a list: of each prompt
 

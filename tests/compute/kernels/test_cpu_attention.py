@@ -132,6 +132,20 @@ def test_a_row_does_not_feel_its_batch_mates(kind, window, is_causal):
 
 
 @FLOATS
+@pytest.mark.parametrize("kernels", [CPU, INT8], ids=["floats", "int8"])
+def test_a_row_of_a_large_decode_step_has_the_bits_of_a_lone_one(kernels, kind):
+    """Heads are walked together in such a step, and by different threads where a row is alone."""
+    rows = [(1, context) for context in (2100, 3, 64, 1024, 65, 1025, 200, 17, 128)]
+    layer = Layer(AttentionShape(9, 3, 64, 0.125, window=1500), 64, kind, rows, has_sinks=True)
+    cache, together = layer.filled_cache(kernels), layer.batch()
+    query = layer.query(together)
+    whole = kernels.attention(query, cache, together, layer.shape, layer.sinks)
+    for i in range(len(rows)):
+        alone = kernels.attention(query[i : i + 1], cache, layer.batch(keep=[i]), layer.shape, layer.sinks)
+        assert torch.equal(alone, whole[i : i + 1]), rows[i]
+
+
+@FLOATS
 @pytest.mark.parametrize("window", [0, 1, 33, 1030])
 def test_whole_rows_that_see_both_sides(kind, window):
     shape = AttentionShape(6, 2, 32, 0.2, window, is_causal=False)

@@ -2,7 +2,8 @@
 
 A tile is a few tokens of a row, for all query heads of one key-value head.  It walks the row's blocks once with an
 online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), so every key and value is read once for
-the whole group of heads.
+the whole group of heads.  In steps of many rows of one token a thread walks all key-value heads of a row together: in
+a block these lie one after the other, and memory is read fastest in order.
 
 The context is cut into segments by absolute position, whatever the row and the window.  Each segment has a softmax of
 its own, and their results are merged in order.  Segments of a row of one tile, such as a decode row, are separate work
@@ -82,7 +83,7 @@ from slotwise.compute.kernels.cpu.simd import (
     float_of,
     larger,
     load,
-    prefetch_all,
+    prefetch_soon,
     store,
     tanh,
     weighted,
@@ -254,8 +255,8 @@ TABLE = 64
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
     SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, PER_TILE, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES, ARE_RELATIVE,
-) = range(HEADER, HEADER + 31)
+    THREADS, PER_TILE, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES, ARE_RELATIVE, HEADS_TOGETHER,
+) = range(HEADER, HEADER + 32)
 # Options, each 0 where a layer does not have it.  Relative biases count from that of the query's own place.
 OPTIONS = range(SOFT_CAP_BITS, ARE_RELATIVE + 1)
 
@@ -273,19 +274,29 @@ class Workspace(NamedTuple):
         return (self.threads + threads * self.thread_bytes) // 4
 
 
+# The fewest rows for each thread, and the most key-value heads, that are walked together.
+LEAST_ROWS, MOST_HEADS = 4, 16
+
+
+def heads_together(shape: AttentionShape, rows: int, tokens: int, threads: int) -> int:
+    """Key-value heads that a thread walks together in a step of this size."""
+    is_decode = rows == tokens and rows >= LEAST_ROWS * threads
+    return shape.num_kv_heads if is_decode and shape.num_kv_heads <= MOST_HEADS else 1
+
+
 @functools.lru_cache(maxsize=256)
-def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
-    """The largest workspace that a step of this size may need."""
+def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int, heads: int) -> Workspace:
+    """The largest workspace that a step of this size may need, with `heads` key-value heads walked together."""
     group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
-    per_tile, strips = tile_tokens(group), -(-width // STRIP)
+    per_tile, strips = tile_tokens(group, heads=heads), -(-width // STRIP)
     queries, plan = per_tile * group, plan_workspace(
         group, shape.num_kv_heads, width, per_tile, rows, tokens, max_context_len)
-    return plan._replace(thread_bytes=4 * queries * ((strips + 1) * STRIP + 2 * (width + 2)))
+    return plan._replace(thread_bytes=4 * queries * (STRIP + heads * (strips * STRIP + 2 * (width + 2))))
 
 
-def tile_tokens(group: int, rows: int = TILE_ROWS) -> int:
-    """The most tokens of a tile, of `group` queries each and at most about `rows` together."""
-    return max(1, rows // group)
+def tile_tokens(group: int, rows: int = TILE_ROWS, heads: int = 1) -> int:
+    """The most tokens of a tile, of `group` queries each and at most about `rows` together; 1 for several `heads`."""
+    return max(1, rows // group) if heads == 1 else 1
 
 
 def plan_workspace(
@@ -492,7 +503,7 @@ def weigh(
         start = max(low, first_seen(here + base, window) - base)
         for member in range(group):
             if asked != 0 and row < PREFETCHING_ROWS:
-                prefetch_all(asked + row * PREFETCHED_LINES * LINE, PREFETCHED_LINES * LINE)
+                prefetch_soon(asked + row * PREFETCHED_LINES * LINE, PREFETCHED_LINES * LINE)
             if cap != 0:
                 soft_cap(scores, scale, float_of(cap))
             if biases != 0:
@@ -546,46 +557,66 @@ def block_at(words: int, tile: int, head: int, entry: int) -> int:
 
 
 @kernel
+def _query_bytes(words: int, tile: int) -> int:
+    """Bytes of a tile's queries of one key-value head."""
+    strips = (load(words, DIM_PADDED, INT64) + STRIP - 1) // STRIP
+    return load(tile, TOKENS, INT32) * load(words, GROUP, INT64) * strips * STRIP_ROW_BYTES
+
+
+@kernel
+def _sum_bytes(words: int, tile: int) -> int:
+    """Bytes of a tile's sums, maxima and totals of one key-value head."""
+    return load(tile, TOKENS, INT32) * load(words, GROUP, INT64) * (load(words, DIM_PADDED, INT64) + 2) * FLOAT_BYTES
+
+
+@kernel
 def _walk(
-    words: int, tile: int, head: int, place: int, last: int, queries: int, scores: int, sums: int, next_keys: int,
-    stored: Real,
+    words: int, tile: int, head: int, heads: int, place: int, last: int, queries: int, scores: int, sums: int,
+    next_keys: int, stored: Real,
 ) -> None:
-    """Add the weighted values of places `place ... last` of a tile, block by block; `next_keys` is read after them."""
+    """Add the weighted values of places `place ... last` of a tile, block by block; `next_keys` is read after them.
+
+    Of each block all key-value heads from `head` on that are walked together.
+    """
     block, block_padded = load(words, BLOCK, INT64), load(words, BLOCK_PADDED, INT64)
     dim, width, size = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
     multiply = load(words, MULTIPLY_ADDRESS, INT64)
-    rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
-    state = sums + rows * width * 4
+    rows, query_bytes, sum_bytes = (
+        load(tile, TOKENS, INT32) * load(words, GROUP, INT64), _query_bytes(words, tile), _sum_bytes(words, tile))
     entry, offset = place // block, place % block
-    keys = block_at(words, tile, head, entry)
     while place < last:
         start = offset // STRIP * STRIP
         low = offset - start
         high = min(min(block - start, STRIP), low + last - place)
-        following = keys
-        offset += high - low
-        next_start = offset // STRIP * STRIP
-        if place + high - low >= last:
+        after, next_entry = offset + high - low, entry
+        if after == block:
+            after, next_entry = 0, entry + 1
+        for member in range(heads):
+            keys = block_at(words, tile, head + member, entry)
             following, next_start = next_keys, 0
-        elif offset == block:
-            entry, offset, next_start = entry + 1, 0, 0
-            following = block_at(words, tile, head, entry)
-        values = keys + (dim * block_padded + (start + low) * width) * size
-        next_values = following + (dim * block_padded + next_start * width) * size
-        column = low // PAIR * PAIR
-        columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
-        read = keys + (start + column) * size
-        scales = keys + (dim * block_padded + block * width) * size + start * 4
-        prefetch_scales(scales, block_padded, stored)
-        fill(scores, rows * STRIP, ZERO)
-        call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, PAIR * size,
-                      dim, scores + column * 4, STRIP_ROW_BYTES, following + next_start * size - read)
-        weigh(words, tile, head, scores, sums, state, low, high, place - low, scales, next_values, stored)
-        # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
-        back = low % (FLOAT_BYTES // bytes_of_factor(stored))
-        add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, values - back * width * size,
-                   width * size, place - back, high - low + back, next_values - values, stored)
-        keys = following
+            if member + 1 < heads:
+                following, next_start = block_at(words, tile, head + member + 1, entry), start
+            elif place + high - low < last:
+                following, next_start = block_at(words, tile, head, next_entry), after // STRIP * STRIP
+            own, state = queries + member * query_bytes, sums + member * sum_bytes
+            values = keys + (dim * block_padded + (start + low) * width) * size
+            next_values = following + (dim * block_padded + next_start * width) * size
+            column = low // PAIR * PAIR
+            columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
+            read = keys + (start + column) * size
+            scales = keys + (dim * block_padded + block * width) * size + start * 4
+            prefetch_scales(scales, block_padded, stored)
+            fill(scores, rows * STRIP, ZERO)
+            call_multiply(multiply, rows, columns, own, rows * STRIP_ROW_BYTES, read, block_padded * size, PAIR * size,
+                          dim, scores + column * 4, STRIP_ROW_BYTES, following + next_start * size - read)
+            weigh(words, tile, head + member, scores, state, state + rows * width * 4, low, high, place - low, scales,
+                  next_values, stored)
+            # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
+            back = low % (FLOAT_BYTES // bytes_of_factor(stored))
+            add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), state,
+                       values - back * width * size, width * size, place - back, high - low + back,
+                       next_values - values, stored)
+        entry, offset = next_entry, after
         place += high - low
 
 
@@ -607,64 +638,71 @@ def store_outputs(words: int, tile: int, head: int, sums: int, totals: int, kind
 
 @kernel
 def _walk_segments(
-    words: int, tile: int, head: int, queries: int, scores: int, sums: int, next_keys: int, stored: Real
+    words: int, tile: int, head: int, heads: int, queries: int, scores: int, sums: int, next_keys: int, stored: Real
 ) -> None:
     """Sums, maxima and totals of all places of a tile; those of each segment but the first lie behind them first."""
     width, rows = load(words, DIM_PADDED, INT64), load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
     place, last, block = load(tile, FIRST, INT32), load(tile, LAST, INT32), load(words, BLOCK, INT64)
-    others = sums + rows * (width + 2) * 4
+    sum_bytes = _sum_bytes(words, tile)
+    others = sums + heads * sum_bytes
     into = sums
     while place < last:
         end = min(last, (place // SEGMENT + 1) * SEGMENT)
         following = next_keys if end == last else block_at(words, tile, head, end // block)
-        start_softmax(words, tile, head, place, into)
-        _walk(words, tile, head, place, end, queries, scores, into, following, stored)
+        for member in range(heads):
+            start_softmax(words, tile, head + member, place, into + member * sum_bytes)
+        _walk(words, tile, head, heads, place, end, queries, scores, into, following, stored)
         if into != sums:
-            merge(rows, width, sums, others)
+            for member in range(heads):
+                merge(rows, width, sums + member * sum_bytes, others + member * sum_bytes)
         into = others
         place = end
 
 
 @kernel
-def tile_of(words: int, item: int) -> int:
-    """The tile of an item; an item is one head of a tile."""
-    return load(words, TILES, INT64) + TABLE + item // load(words, KV_HEADS, INT64) * TILE_WORDS * 4
+def tile_of(words: int, item: int, items_of_a_tile: int) -> int:
+    """The tile of an item; an item is one head of a tile, or some."""
+    return load(words, TILES, INT64) + TABLE + item // items_of_a_tile * TILE_WORDS * 4
 
 
 @kernel
-def _first_keys(words: int, item: int) -> int:
+def _first_keys(words: int, item: int, heads: int) -> int:
     """Address of the first keys an item reads."""
-    tile = tile_of(words, item)
+    items_of_a_tile = load(words, KV_HEADS, INT64) // heads
+    tile = tile_of(words, item, items_of_a_tile)
     entry = load(tile, FIRST, INT32) // load(words, BLOCK, INT64)
-    return block_at(words, tile, item % load(words, KV_HEADS, INT64), entry)
+    return block_at(words, tile, item % items_of_a_tile * heads, entry)
 
 
 @kernel
 def _attend(words: int, kind: Real, stored: Real) -> None:
-    kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
+    width, heads = load(words, DIM_PADDED, INT64), load(words, HEADS_TOGETHER, INT64)
     group, threads = load(words, GROUP, INT64), load(words, THREADS, INT64)
-    most = load(words, PER_TILE, INT64) * group
+    most, items_of_a_tile = load(words, PER_TILE, INT64) * group, load(words, KV_HEADS, INT64) // heads
     thread = fetch_add(words + THREAD_COUNTER, 1)
     queries = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
-    scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
+    scores = queries + heads * most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
-    items = load(load(words, TILES, INT64), 0, INT64) * kv_heads
+    items = load(load(words, TILES, INT64), 0, INT64) * items_of_a_tile
     prefetched = NOTHING
     item = pop(words, thread, threads, items)
     while item != NOTHING:
-        tile, head = tile_of(words, item), item % kv_heads
+        tile, head = tile_of(words, item, items_of_a_tile), item % items_of_a_tile * heads
         if item != prefetched and load(words, BLOCK_PADDED, INT64) <= STRIP:  # the first item, or a stolen one
-            prefetch_all(_first_keys(words, item), load(words, HEAD_BLOCK, INT64))
+            prefetch_soon(_first_keys(words, item, heads), load(words, HEAD_BLOCK, INT64))
         prefetched = upcoming(words, thread, threads, items)
-        next_keys = _first_keys(words, item if prefetched == NOTHING else prefetched)
-        totals = sums + load(tile, TOKENS, INT32) * group * (width + 1) * 4
-        _load_queries(words, tile, head, queries, kind, stored)
-        _walk_segments(words, tile, head, queries, scores, sums, next_keys, stored)
-        if load(tile, SEGMENTS, INT32) == 1:
-            store_outputs(words, tile, head, sums, totals, kind)
-        elif leave_part(words, tile, head, sums):
-            join_parts(words, tile, head, sums)
-            store_outputs(words, tile, head, sums, totals, kind)
+        next_keys = _first_keys(words, item if prefetched == NOTHING else prefetched, heads)
+        for member in range(heads):
+            _load_queries(words, tile, head + member, queries + member * _query_bytes(words, tile), kind, stored)
+        _walk_segments(words, tile, head, heads, queries, scores, sums, next_keys, stored)
+        for member in range(heads):
+            own = sums + member * _sum_bytes(words, tile)
+            totals = own + load(tile, TOKENS, INT32) * group * (width + 1) * 4
+            if load(tile, SEGMENTS, INT32) == 1:
+                store_outputs(words, tile, head + member, own, totals, kind)
+            elif leave_part(words, tile, head + member, own):
+                join_parts(words, tile, head + member, own)
+                store_outputs(words, tile, head + member, own, totals, kind)
         item = pop(words, thread, threads, items)
 
 

@@ -64,7 +64,9 @@ from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
 # Elements that one thread computes before two have synchronized.
-SMALL = 1 << 14
+SMALL = 1 << 13
+# How much longer a stored element takes than another: each of a key lies in a cache line of its own.
+STORED = 4
 # The most tokens of a recorded step: in larger steps the cost of starting kernels is negligible.
 MAX_RECORDED = 128
 # Tokens of context of the smallest graph; each larger one has twice as many.
@@ -276,7 +278,7 @@ class CpuKernels:
         out = self.launcher.empty((tokens, size), weight.dtype)
         stream = x if residual is None else residual
         self.launcher.give(x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
-                           out.data_ptr(), tokens, size, _bits(eps), _bits(offset))
+                           out.data_ptr(), tokens, size, _bits(eps), _bits(offset), 0, self.launcher.threads)
         self._run(pointwise.NORM[weight.dtype, stream.dtype], x.numel())
         return out
 
@@ -289,7 +291,7 @@ class CpuKernels:
         residual_at, weight_at, bias_at = (0 if part is None else part.data_ptr()
                                            for part in (residual, norm.weight, norm.bias))
         self.launcher.give(x.data_ptr(), residual_at, weight_at, out.data_ptr(), *x.shape, _bits(norm.eps),
-                           _bits(norm.offset), bias_at)
+                           _bits(norm.offset), bias_at, self.launcher.threads)
         self._run(pointwise.LAYER_NORM[kind, stream.dtype], x.numel())
         return out
 
@@ -297,7 +299,8 @@ class CpuKernels:
         """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
         x = x.contiguous()
         gate_at = 0 if gate is None else gate.data_ptr()
-        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, *x.shape)
+        self.launcher.give(
+            x.data_ptr(), residual.data_ptr(), gate_at, 0, *x.shape, 0, 0, 0, self.launcher.threads)
         self._run(pointwise.ADD[x.dtype, residual.dtype], x.numel())
         return residual
 
@@ -391,8 +394,8 @@ class CpuKernels:
             self._run(SQUARES_OF[qkv.dtype], qkv.numel())
             of_all = norm.shared.add_up(of_rank)
             squares = of_all.data_ptr()
-        self.launcher.give(*given, squares, *numbers)
-        self._run(ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
+        self.launcher.give(*given, squares, *numbers, self.launcher.threads)
+        self._run(ROTARY_STORE[qkv.dtype, cache.storage.dtype], STORED * qkv.numel())
         return query
 
     def attention(
@@ -402,7 +405,8 @@ class CpuKernels:
         """Attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
+        heads = attention.heads_together(shape, rows, tokens, launcher.threads)
+        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len, heads)
         base = launcher.scratch(workspace.floats(launcher.threads))
         attend, multiply = self._attention(query.dtype, cache.storage.dtype)
         launcher.give(
@@ -411,11 +415,11 @@ class CpuKernels:
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             shape.num_heads // shape.num_kv_heads, *cache.geometry[1:],  # layers with other queries share a cache
             shape.span, _bits(shape.scale * LOG2_E), launcher.threads,
-            attention.tile_tokens(shape.num_heads // shape.num_kv_heads), _bits(shape.soft_cap * LOG2_E),
+            attention.tile_tokens(shape.num_heads // shape.num_kv_heads, heads=heads), _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(), shape.ahead, *(
                 (0, 0, 0) if biases is None else (
                     biases.data_ptr() + shape.has_relative_biases * (biases.shape[1] // 2) * biases.itemsize,
-                    biases.shape[1], int(shape.has_relative_biases))),
+                    biases.shape[1], int(shape.has_relative_biases))), heads,
         )
         launcher.alone(attention.PLAN)
         launcher.together(attend)

@@ -399,7 +399,7 @@ def _attend_latents(words: int, kind: Real, stored: Real) -> None:
     items = load(load(words, TILES, INT64), 0, INT64)
     item = pop(words, thread, threads, items)
     while item != NOTHING:
-        tile = tile_of(words, item)
+        tile = tile_of(words, item, 1)
         rows = load(tile, TOKENS, INT32) * group
         columns = (rows + LANES - 1) // LANES * LANES
         totals = sums + rows * (values + 1) * 4

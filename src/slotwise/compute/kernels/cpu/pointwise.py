@@ -1,7 +1,8 @@
 """Operations on each token by itself: the embedding, norms and activations.
 
 Each kernel fuses what would otherwise pass through memory several times.  Arithmetic is float32, rounded once where a
-result is stored.  A thread takes one token at a time.
+result is stored.  A thread takes one token at a time; norms and additions give it the same tokens in every layer, since
+it would have to fetch the residual stream of others from another core's cache.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import torch
 
 from slotwise.compute.kernels.cpu.jit.compiler import kernel, specialized
-from slotwise.compute.kernels.cpu.launcher import HEADER
+from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -34,6 +35,7 @@ from slotwise.compute.kernels.cpu.simd import (
     store,
     tanh,
 )
+from slotwise.compute.kernels.cpu.threads import NOTHING, pop, rows_of_an_item
 
 # Bits of a float32: all except the sign, and infinity; NaN is larger.
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
@@ -45,7 +47,7 @@ ERF_1, ERF_2, ERF_3, ERF_4, ERF_5 = map(float32, (
 # Arguments in words after the header: of the embedding, of norms and activations.
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID, FIRST_ID, IS_PART = range(HEADER, HEADER + 8)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HEADER + 8)
-BIAS = OFFSET_BITS + 1
+BIAS, THREADS = OFFSET_BITS + 1, OFFSET_BITS + 2
 CAP_BITS = EPS_BITS
 ACTIVATION, IS_GATED = EPS_BITS, OFFSET_BITS
 ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
@@ -119,14 +121,18 @@ def _norm(words: int, kind: Real, stream: Real) -> None:
     size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
     offset = float_of(load(words, OFFSET_BITS, INT64))
-    token = fetch_add(words, 1)
-    while token < tokens:
-        x = _add_to_stream(words, token, kind, stream)
-        out = load(words, OUT, INT64) + token * size * bytes_of(kind)
-        factor = inverse_rms(x, size, eps, stream)
-        for i in range(size):
-            store(out, i, load(x, i, stream) * factor * (load(weight, i, kind) + offset), kind)
-        token = fetch_add(words, 1)
+    thread, threads = fetch_add(words + THREAD_COUNTER, 1), load(words, THREADS, INT64)
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            x = _add_to_stream(words, token, kind, stream)
+            out = load(words, OUT, INT64) + token * size * bytes_of(kind)
+            factor = inverse_rms(x, size, eps, stream)
+            for i in range(size):
+                store(out, i, load(x, i, stream) * factor * (load(weight, i, kind) + offset), kind)
+        item = pop(words, thread, threads, items)
 
 
 @kernel
@@ -138,46 +144,54 @@ def _layer_norm(words: int, kind: Real, stream: Real) -> None:
     size, weight, bias = load(words, SIZE, INT64), load(words, WEIGHT, INT64), load(words, BIAS, INT64)
     eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
     offset = float_of(load(words, OFFSET_BITS, INT64))
-    token = fetch_add(words, 1)
-    while token < tokens:
-        x = _add_to_stream(words, token, kind, stream)
-        out = load(words, OUT, INT64) + token * size * bytes_of(kind)
-        total, squares = ZERO, ZERO
-        for i in range(size):
-            total += load(x, i, stream)
-        mean = total / float32(size)
-        for i in range(size):
-            off = load(x, i, stream) - mean
-            squares += off * off
-        factor = ONE / sqrt(squares / float32(size) + eps)
-        if weight != 0 and bias != 0:
+    thread, threads = fetch_add(words + THREAD_COUNTER, 1), load(words, THREADS, INT64)
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            x = _add_to_stream(words, token, kind, stream)
+            out = load(words, OUT, INT64) + token * size * bytes_of(kind)
+            total, squares = ZERO, ZERO
             for i in range(size):
-                normed = (load(x, i, stream) - mean) * factor
-                store(out, i, normed * (load(weight, i, kind) + offset) + load(bias, i, kind), kind)
-        elif weight != 0:
+                total += load(x, i, stream)
+            mean = total / float32(size)
             for i in range(size):
-                store(out, i, (load(x, i, stream) - mean) * factor * (load(weight, i, kind) + offset), kind)
-        elif bias != 0:
-            for i in range(size):
-                store(out, i, (load(x, i, stream) - mean) * factor + load(bias, i, kind), kind)
-        else:
-            for i in range(size):
-                store(out, i, (load(x, i, stream) - mean) * factor, kind)
-        token = fetch_add(words, 1)
+                off = load(x, i, stream) - mean
+                squares += off * off
+            factor = ONE / sqrt(squares / float32(size) + eps)
+            if weight != 0 and bias != 0:
+                for i in range(size):
+                    normed = (load(x, i, stream) - mean) * factor
+                    store(out, i, normed * (load(weight, i, kind) + offset) + load(bias, i, kind), kind)
+            elif weight != 0:
+                for i in range(size):
+                    store(out, i, (load(x, i, stream) - mean) * factor * (load(weight, i, kind) + offset), kind)
+            elif bias != 0:
+                for i in range(size):
+                    store(out, i, (load(x, i, stream) - mean) * factor + load(bias, i, kind), kind)
+            else:
+                for i in range(size):
+                    store(out, i, (load(x, i, stream) - mean) * factor, kind)
+        item = pop(words, thread, threads, items)
 
 
 @kernel
 def _add(words: int, kind: Real, stream: Real) -> None:
     """`residual += x`, or where `WEIGHT` is an address, `residual += sigmoid(weight) * x`, with a weight per token."""
     size, tokens, gates = load(words, SIZE, INT64), load(words, TOKENS, INT64), load(words, WEIGHT, INT64)
-    token = fetch_add(words, 1)
-    while token < tokens:
-        x = load(words, X, INT64) + token * size * bytes_of(kind)
-        residual = load(words, RESIDUAL, INT64) + token * size * bytes_of(stream)
-        factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
-        for i in range(size):
-            store(residual, i, load(residual, i, stream) + factor * load(x, i, kind), stream)
-        token = fetch_add(words, 1)
+    thread, threads = fetch_add(words + THREAD_COUNTER, 1), load(words, THREADS, INT64)
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            x = load(words, X, INT64) + token * size * bytes_of(kind)
+            residual = load(words, RESIDUAL, INT64) + token * size * bytes_of(stream)
+            factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
+            for i in range(size):
+                store(residual, i, load(residual, i, stream) + factor * load(x, i, kind), stream)
+        item = pop(words, thread, threads, items)
 
 
 @kernel

@@ -26,9 +26,11 @@ from slotwise.compute.kernels.cpu.simd import (
     float_of,
     larger,
     load,
+    prefetch_all,
     sqrt,
     store,
 )
+from slotwise.compute.kernels.cpu.threads import NOTHING, pop, rows_of_an_item
 
 # The int8 steps on either side of zero.
 STEPS = float32(127)
@@ -38,8 +40,8 @@ TINY = float32(1e-30)
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
     HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, NORM_OFFSET_BITS, QUERY_NORM_HEADS, KEY_NORM_HEADS, ROOM,
-    SQUARES, QUERY_NUMBERS, KEY_NUMBERS,
-) = range(HEADER, HEADER + 24)
+    SQUARES, QUERY_NUMBERS, KEY_NUMBERS, THREADS,
+) = range(HEADER, HEADER + 25)
 
 
 @kernel
@@ -183,8 +185,7 @@ def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: R
             factor = _norm_factor(words, token, head, together, 0, kind)
         weight = norm + head % together * dim * bytes_of(kind)
         _rotate(words, token, head, weight, factor, target, 1, kind, kind)
-    slot, block, head_block = (
-        load(load(words, SLOTS, INT64), token, INT64), load(words, BLOCK, INT64), load(words, HEAD_BLOCK, INT64))
+    slot, block, head_block = _slot(words, token), load(words, BLOCK, INT64), load(words, HEAD_BLOCK, INT64)
     start = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
     norm, together = load(words, KEY_NORM, INT64), load(words, KEY_NORM_HEADS, INT64)
     for head in range(kv_heads):
@@ -199,20 +200,46 @@ def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: R
 
 
 @kernel
+def _slot(words: int, token: int) -> int:
+    """The place of a token in the cache."""
+    return load(load(words, SLOTS, INT64), token, INT64)
+
+
+@kernel
+def _prefetch_place(words: int, token: int, stored: Real) -> None:
+    """Prefetch what a token's keys are written to: each number lies in a cache line of its own."""
+    dim, columns, kv_heads = load(words, DIM, INT64), load(words, BLOCK_PADDED, INT64), load(words, KV_HEADS, INT64)
+    slot, block, head_block = _slot(words, token), load(words, BLOCK, INT64), load(words, HEAD_BLOCK, INT64)
+    place = load(words, CACHE, INT64) + slot // block * kv_heads * head_block
+    place += stored_at(slot % block, columns, stored) * bytes_of(stored)
+    for _ in range(kv_heads):
+        for i in range(dim):
+            prefetch_all(place + i * columns * bytes_of(stored), 1)
+        place += head_block
+
+
+@kernel
 def _rotary_store(words: int, kind: Real, stored: Real) -> None:
     """Queries normed and rotated; keys and values to the cache, as `stored`, which may be another kind.
 
     Neighbors in a prompt are neighbors in a block, where keys of 32 tokens share every cache line: threads that
-    alternated between them would move the lines from core to core at every token.
+    alternated between them would move the lines from core to core at every token.  Attention, too, takes rows in order,
+    so that most keys are in the cache of the core that reads them.
     """
-    tokens = load(words, NUM_TOKENS, INT64)
-    room = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, DIM_PADDED, INT64) * 4
-    grain = min(32, max(1, tokens // 8))
-    first = fetch_add(words, grain)
-    while first < tokens:
-        for token in range(first, min(first + grain, tokens)):
+    tokens, threads = load(words, NUM_TOKENS, INT64), load(words, THREADS, INT64)
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    room = load(words, ROOM, INT64) + thread * load(words, DIM_PADDED, INT64) * 4
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        end = min((item + 1) * together, tokens)
+        _prefetch_place(words, item * together, stored)
+        for token in range(item * together, end):
+            if token + 1 < end and _slot(words, token + 1) != _slot(words, token) + 1:  # of another row
+                _prefetch_place(words, token + 1, stored)
             _rotary_store_token(words, token, room, kind, stored)
-        first = fetch_add(words, grain)
+        item = pop(words, thread, threads, items)
 
 
 SQUARES_OF = {torch.bfloat16: specialized(_squares, BFLOAT16), torch.float32: specialized(_squares, FLOAT32)}

@@ -25,8 +25,10 @@ from slotwise.compute.kernels.cpu.jit.compiler import FLOAT, INT, KIND, VALUE, E
 from slotwise.compute.kernels.cpu.jit.llvm import (
     BYTE,
     EXP2,
+    FIRST_LEVEL,
     LINE,
     LONG,
+    SECOND_LEVEL,
     SHORT,
     SINGLE,
     WORD,
@@ -182,14 +184,20 @@ fill: Callable[[int, int, float], None] = intrinsic(_fill, INT, INT, FLOAT)
 """`fill(address, count, value)`: set `count` float32 at `address` to `value`."""
 
 
-def _prefetch_all(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> None:
+def _prefetch_all(builder: ir.IRBuilder, address: ir.Value, size: ir.Value, to: int = SECOND_LEVEL) -> None:
     lines = Loop(builder, size, LINE, [])
-    prefetch(builder, builder.add(address, lines.index))
+    prefetch(builder, builder.add(address, lines.index), to=to)
     lines.close([])
+
+
+def _prefetch_soon(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> None:
+    _prefetch_all(builder, address, size, FIRST_LEVEL)
 
 
 prefetch_all: Callable[[int, int], None] = intrinsic(_prefetch_all, INT, INT)
 """`prefetch_all(address, size)`: prefetch `size` bytes, at least one."""
+prefetch_soon: Callable[[int, int], None] = intrinsic(_prefetch_soon, INT, INT)
+"""`prefetch_soon(address, size)`: the same, of what is read soon."""
 
 bytes_of: Callable[[Real | Whole], int] = intrinsic(
     lambda _builder, kind: number(kind.bitwidth // 8), KIND, returns=INT)

@@ -157,6 +157,20 @@ def upcoming(words: int, thread: int, threads: int, items: int) -> int:
     return item if item < items * (queue + 1) // queues else NOTHING
 
 
+# The most rows of an item.
+MOST_ROWS = 32
+
+
+@kernel
+def rows_of_an_item(rows: int, threads: int) -> int:
+    """Rows that a thread takes at once where every row is computed by itself.
+
+    Items are taken in order, so that a thread computes about the same rows in one kernel after the other: they stay in
+    the caches of its core.
+    """
+    return min(MOST_ROWS, max(1, rows // (4 * threads)))
+
+
 def rows_of_a_block(tokens: int, most: int, threads: int) -> int:
     """Rows per block, at most `most`, such that there is one block or as many for each thread."""
     blocks = -(-tokens // most)

@@ -24,6 +24,7 @@ from slotwise.compute.kernels.cpu.jit.compiler import INT, KIND, CompiledKernel,
 from slotwise.compute.kernels.cpu.jit.llvm import (
     BRAIN,
     BYTE,
+    FIRST_LEVEL,
     LONG,
     SHORT,
     SINGLE,
@@ -124,7 +125,7 @@ def accumulate_pairs(
         place = builder.add(line, offset)
         below = builder.add(place, step)
         for each in (place, below):
-            prefetch(builder, builder.add(each, operands.ahead), together * LINE // 2)
+            prefetch(builder, builder.add(each, operands.ahead), together * LINE // 2, FIRST_LEVEL)
         panel += (_one_vector if together == 1 else _two_vectors)(builder, place, below)
     panel = [builder.bitcast(vector, _BRAINS) for vector in panel]
     results = []

@@ -363,6 +363,8 @@ class PanelLayout(NamedTuple):
         behind: what a panel has after its weights.
         tallest: the most rows of a tile.
         whole: a block of rows is filled up to a multiple of this number.
+        odd: 1: an odd number of rows lies in each strip of a block, the last one unused.  Strips of a power of two of
+            rows would all lie in the same few sets of the first-level cache, which holds only twelve of each.
         ahead: between what is read and what is prefetched of the same panel.
         block: of rows prepared at once.
         row: of a prepared row, for a unit.
@@ -383,6 +385,7 @@ class PanelLayout(NamedTuple):
     results: int
     rows: int
     widened: int = 0
+    odd: int = 0
 
 
 class Tile(NamedTuple):
@@ -390,7 +393,7 @@ class Tile(NamedTuple):
 
     Args:
         rows, first: of the tile, and the first of them in the block.
-        block_rows: of the block, filled up.
+        block_rows: of a strip of the block.
         x: the block's prepared rows.
         memory: of the thread.
         form: of results, as in `gemm.py`.
@@ -419,7 +422,7 @@ def _nothing(memory: int) -> None:
 class Method(NamedTuple):
     """The parts of a kernel that differ between products.
 
-        prepare(words, first, rows, block_rows, target)     rows `first ... first + rows` of x as `multiply` reads them
+        prepare(words, first, rows, strip_rows, target)     rows `first ... first + rows` of x as `multiply` reads them
         multiply(words, tile)                               the product of a `Tile`
         begin(memory), end(memory)                          around all that a thread multiplies
     """
@@ -460,9 +463,9 @@ class PanelProduct:
             wanted = rows_of_a_block(tokens, most, launcher.threads)
             return -(-wanted // layout.whole) * layout.whole
 
+        memory = layout.rows + (most | layout.odd) * row_bytes + units * layout.widened
         packed = PackedWeights(self.code, launcher.weights.copy(panels), bias, depth, outputs,
-                        outputs // 2 if form == GATED else outputs, block_rows,
-                        (layout.rows + most * row_bytes + units * layout.widened + 63) // 64 * 16, form=form)
+                        outputs // 2 if form == GATED else outputs, block_rows, (memory + 63) // 64 * 16, form=form)
         return packed.product(launcher)
 
 
@@ -493,9 +496,8 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
             target, target_stride = (
                 (place, stride) if left >= width else (memory + layout.results, width * size))
             multiply(words, Tile(
-                weights, bias + panel * layout.columns * 4, count, row,
-                _filled_up(rows, layout.whole), memory + layout.rows, memory, target, target_stride, form, asked,
-                step))
+                weights, bias + panel * layout.columns * 4, count, row, _filled_up(rows, layout.whole) | layout.odd,
+                memory + layout.rows, memory, target, target_stride, form, asked, step))
             if left < width:
                 for i in range(count):
                     copy_results(target + i * target_stride, place + i * stride, left, form, kind)
@@ -524,7 +526,8 @@ def panel_product(name: str, method: Method, layout: PanelLayout, kind: Real) ->
             number, panel = item // panels, item % panels
             block = block_at(words, number)
             if number != held:
-                prepare(words, block.first, block.rows, _filled_up(block.rows, layout.whole), memory + layout.rows)
+                strip_rows = _filled_up(block.rows, layout.whole) | layout.odd
+                prepare(words, block.first, block.rows, strip_rows, memory + layout.rows)
                 held = number
             after = upcoming(words, thread, threads, items)
             following = panel_after(words, item, after, panels, panel_bytes, layout.ahead)

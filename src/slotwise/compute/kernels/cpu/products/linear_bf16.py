@@ -115,7 +115,7 @@ def layout_of(path: str) -> PanelLayout:
     tallest, whole = (gemm_tiles.TALLEST, tiles.ROWS) if path in TILES else (gemm_bf16.TALLEST, 1)
     return PanelLayout(
         columns=PANEL, unit=STRIP, steps=STRIP_PAIRS, line=LINE_BYTES, behind=0, tallest=tallest, whole=whole,
-        ahead=AHEAD, block=BLOCK_BYTES, row=STRIP_ROW_BYTES, results=gemm_tiles.SCRATCH_BYTES, rows=ROOM_BYTES)
+        ahead=AHEAD, block=BLOCK_BYTES, row=STRIP_ROW_BYTES, results=gemm_tiles.SCRATCH_BYTES, rows=ROOM_BYTES, odd=1)
 
 
 def _product(path: str) -> PanelProduct:

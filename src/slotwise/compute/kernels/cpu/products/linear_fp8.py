@@ -112,7 +112,7 @@ def _product(path: str) -> PanelProduct:
     @kernel
     def multiply(words: int, tile: Tile) -> None:
         units = _units(words)
-        panel = tile.x + load(words, BLOCK, INT64) * units * STRIPS * STRIP_ROW_BYTES
+        panel = tile.x + (load(words, BLOCK, INT64) | 1) * units * STRIPS * STRIP_ROW_BYTES
         if tile.first == 0:
             for unit in range(units):
                 widen_unit(tile.weights + unit * UNIT_BYTES, panel + unit * WIDENED)

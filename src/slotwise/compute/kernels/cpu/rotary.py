@@ -6,9 +6,13 @@ is float32, rounded once where a result is stored.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from slotwise.compute.kernels.cpu.jit.compiler import kernel, specialized
+import torch
+from llvmlite import ir
+
+from slotwise.compute.kernels.cpu.jit.compiler import INT, intrinsic, kernel, specialized
+from slotwise.compute.kernels.cpu.jit.llvm import SHORT, read, write
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.compute.kernels.cpu.pointwise import INFINITY_BITS, SIZE_BITS, inverse_rms, sum_of_squares
 from slotwise.compute.kernels.cpu.processor import LANES, PAIR
@@ -125,18 +129,42 @@ def _values(words: int, token: int, head: int, kind: Real) -> int:
     return load(words, QKV, INT64) + place * dim * bytes_of(kind)
 
 
+def _copy_short(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+    write(builder, read(builder, source, SHORT, 2), target, align=2)
+
+
+copy_short: Callable[[int, int], None] = intrinsic(_copy_short, INT, INT)
+"""`copy_short(source, target)`: copy two bytes."""
+
+
 @kernel
 def _keep_as_is(
-    words: int, token: int, head: int, norm: int, factor: float, block: int, offset: int, kind: Real,
+    words: int, token: int, head: int, norm: int, factor: float, block: int, offset: int, room: int, kind: Real,
 ) -> None:
-    """Store a token's key and value of one head at place `offset` of the `block` of that head."""
+    """Store a token's key and value of one head at place `offset` of the `block` of that head.
+
+    `room` is scratch for a head: a key is rotated there by vectors, which cannot write to columns.
+    """
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     key = block + stored_at(offset, columns, kind) * bytes_of(kind)
     value = block + (dim * columns + offset * width) * bytes_of(kind)
-    _rotate(words, token, _key_head(words, head), norm, factor, key, columns, kind, kind)
     source = _values(words, token, head, kind)
-    for i in range(dim):
-        store(value, stored_at(i, width, kind), load(source, i, kind), kind)
+    _rotate(words, token, _key_head(words, head), norm, factor, room, 1, kind, kind)
+    if bytes_of(kind) == 2:  # a constant at compile time
+        for i in range(dim):
+            copy_short(room + 2 * i, key + 2 * i * columns)
+        whole = dim // PAIR * PAIR
+        for start in range(0, whole, PAIR):
+            for i in range(LANES):
+                copy_short(source + 2 * (start + i), value + 2 * (start + 2 * i))
+                copy_short(source + 2 * (start + LANES + i), value + 2 * (start + 2 * i + 1))
+        for i in range(whole, dim):
+            copy_short(source + 2 * i, value + 2 * stored_at(i, width, kind))
+    else:
+        for i in range(dim):
+            store(key, i * columns, load(room, i, kind), kind)
+        for i in range(dim):
+            store(value, i, load(source, i, kind), kind)
 
 
 @kernel
@@ -195,7 +223,7 @@ def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: R
         if bytes_of(stored) == 1:  # a constant at compile time
             _keep_int8(words, token, head, weight, factor, start, slot % block, room, kind)
         else:
-            _keep_as_is(words, token, head, weight, factor, start, slot % block, kind)
+            _keep_as_is(words, token, head, weight, factor, start, slot % block, room, kind)
         start += head_block
 
 

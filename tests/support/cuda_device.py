@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,18 @@ def interpreted() -> Iterator[None]:
 
 
 def hasten_interpreter() -> None:
-    """Spare it most of its time: it prepares `triton.language` anew for every function that a kernel calls."""
+    """Spare it most of its time.
+
+    It prepares `triton.language` anew for every function that a kernel calls, looks for overflows that it reports only
+    with its option `debug`, and makes a table of all types whenever it needs the type of an array.
+    """
     from triton.runtime import interpreter
 
     prepare, prepared = interpreter._patch_lang, set()
+    type_of, known = interpreter._get_np_dtype, {}
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
     class Outermost:
         def __init__(self, scope: Any) -> None:
@@ -62,7 +71,15 @@ def hasten_interpreter() -> None:
         scope = prepare(function)
         return Outermost(scope) if is_outermost else scope
 
-    interpreter._patch_lang = prepare_once
+    def known_type(kind: Any) -> np.dtype:
+        scalar = kind.scalar
+        if scalar.is_ptr():
+            return type_of(kind)
+        if scalar.name not in known:
+            known[scalar.name] = type_of(scalar)
+        return known[scalar.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = prepare_once, known_type
 
 
 def sum_dots_in_double() -> None:

@@ -26,7 +26,7 @@ BLOCKS = "test_products and (Q2_K or Q4_K or Q6_K or Q8_0 or IQ4_NL) or rows_of_
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("processor", "names", "chosen"), [
     (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache", "test_linear_blocks"),
-     f"(not test_linear_blocks or {BLOCKS}) and not both_sides and not long_chunk"),
+     f"(not test_linear_blocks or {BLOCKS}) and not (both_sides or long_chunk or decode_rows or chunk_rows)"),
     pytest.param(SKYLAKE, ("test_cpu_tokens", "test_quantize"), "",
                  marks=pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512"))],
     ids=["without-avx512", "without-vnni-and-halves"])

@@ -120,18 +120,26 @@ def test_others_are_served_meanwhile(server: Server, tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_it_meanwhile(hostile: Path, tmp_path: Path, number: int) -> None:
-    with running(hostile, tmp_path / "engine", "shutdown_timeout=1", "template_seconds=2") as server:
+    seconds = 600 if number == signal.SIGTERM else 2  # a worker whose server was killed ends at its limit
+    with running(hostile, tmp_path / "engine", "shutdown_timeout=600", f"template_seconds={seconds}") as server:
         def ask() -> None:
+            if number == signal.SIGTERM:
+                answer = server.post(CHAT, chat("endless"))
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining", answer.text
+                refused.append(answer)
+                return
             with pytest.raises(httpx.HTTPError):
-                server.client.post(server.url + CHAT, json=chat("endless")).raise_for_status()
+                server.post(CHAT, chat("endless"))
 
+        refused: list[httpx.Response] = []
         asking = threading.Thread(target=ask)
         asking.start()
-        eventually(lambda: bool(workers_of(server)))
+        eventually(lambda: server.get("/load").json()["server_load"] == 1)
         (worker,) = workers_of(server)
         server.process.send_signal(number)
         server.process.wait(120)
         asking.join()
+        assert len(refused) == (number == signal.SIGTERM)
         eventually(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
 
 

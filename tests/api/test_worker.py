@@ -17,6 +17,7 @@ from support.live_server import eventually
 
 from slotwise.api.http.turns import QueueFull, Turns
 from slotwise.api.http.worker_process import CallError, CallLimits, CallRefused, Worker, WorkerError
+from slotwise.engine.refusals import Refused
 
 TESTS = Path(__file__).parents[1]
 LIMITS = CallLimits(seconds=20.0, memory=256 << 20, answer=1 << 20, niceness=7)
@@ -191,7 +192,7 @@ def test_a_worker_that_is_closed_ends_and_stays_closed() -> None:
         pid = (await call(worker, "process"))["pid"]
         worker.close()
         await asyncio.to_thread(eventually, lambda: not is_alive(pid))
-        with pytest.raises(CallError, match="closing"):
+        with pytest.raises(Refused, match="shutting down"):
             await call(worker, "echo", 1)
 
     with_worker(play)

@@ -22,13 +22,21 @@ from slotwise.api.admin import lifecycle
 from slotwise.api.anthropic import anthropic_messages
 from slotwise.api.generate.context import Clients
 from slotwise.api.generate.request_log import RequestLog
-from slotwise.api.http.api_errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
+from slotwise.api.http.api_errors import (
+    CONTEXT_EXCEEDED,
+    OPENAI,
+    ApiError,
+    ClientGone,
+    ErrorFormat,
+    from_refusal,
+)
 from slotwise.api.http.http_exchange import Endpoint, HttpExchange, checked_request_id
 from slotwise.api.http.listener import ALWAYS
 from slotwise.api.limits.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.openai.responses import ERRORS, RESPONSES
 from slotwise.api.protocol.unsupported import meant, why_not_served
+from slotwise.engine.refusals import Refused
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/links", "/ping", "/timeline")  # the pages hold no data
 # By the beginnings of paths.
@@ -142,6 +150,8 @@ class App(Generic[Served]):
     def _as_api_error(self, error: BaseException, path: str) -> ApiError:
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, Refused):
+            return from_refusal(error)
         if isinstance(error, HTTPException):
             if error.status_code == HTTPStatus.NOT_FOUND:
                 if why := why_not_served(path):

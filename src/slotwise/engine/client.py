@@ -53,6 +53,7 @@ from slotwise.engine.refusals import (
     NOT_REMOVED,
     PAUSED,
     QUEUE_FULL,
+    SHUTTING_DOWN,
     TOO_MANY_QUERIES,
     AdapterError,
     CheckpointChanged,
@@ -432,7 +433,7 @@ class EngineClient:
     def refusal(self) -> Refused | None:
         """Why no request is taken now; None while requests are."""
         if self.draining:
-            return Refused(DRAINING, "the server is shutting down and takes no new requests")
+            return Refused(DRAINING, SHUTTING_DOWN)
         if self.pause:
             return Refused(PAUSED, self.pause)
         return None if self.healthy else Refused(ENGINE_DEAD, self.trouble)

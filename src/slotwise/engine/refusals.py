@@ -28,6 +28,7 @@ class AdapterError(ValueError):
 
 
 DRAINING = "draining"
+SHUTTING_DOWN = "the server is shutting down and takes no new requests"  # the message of DRAINING
 PAUSED = "paused"
 ENGINE_DEAD = "engine_dead"
 QUEUE_FULL = "queue_full"

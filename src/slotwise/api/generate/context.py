@@ -271,7 +271,11 @@ class Api:
         self.observers.refused(kind)
 
     async def drain(self) -> None:
-        """Refuse new requests, and abort those that are unfinished when the shutdown timeout is over."""
+        """Refuse new requests, and abort those that are unfinished when the shutdown timeout is over.
+
+        Requests that are not rendered and tokenized yet are refused at once: the engine takes none of them.
+        """
+        self.text.close()
         await self.engine.client.drain(self.settings.shutdown_timeout)
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ import msgspec
 
 from slotwise.api.http.turns import Turns
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, Unframer, frame, pair
+from slotwise.engine.refusals import DRAINING, SHUTTING_DOWN, Refused
 from slotwise.observe import lines
 from slotwise.platform import child, spawn
 
@@ -142,6 +143,7 @@ class Worker:
         self._child: _Child | None = None
         self._starting: asyncio.Task[_Child] | None = None
         self._is_closed = False
+        self._is_read = False  # a task waits for what the process sends
 
     async def call(
         self, holder: str, function: str, arguments: Callable[[], tuple[Any, ...]],
@@ -159,6 +161,7 @@ class Worker:
             QueueFull: too many are waiting.
             CallError: there is no result.
             WorkerError: because the worker failed, twice.
+            Refused: the worker was closed.
         """
         async with self.turns.turn(holder):
             message = msgspec.msgpack.encode((function, arguments()))
@@ -170,6 +173,7 @@ class Worker:
 
     async def _ask(self, message: bytes, pieces: Iterable[bytes]) -> tuple[str, Any]:
         ready = await self._ready()
+        self._is_read = True
         try:
             async with asyncio.timeout(None) as clock, _watched(ready, clock, self._limits.seconds):
                 for part in _parts(message, pieces):
@@ -187,18 +191,22 @@ class Worker:
         except BaseException:  # its answer would be taken for that of the next call
             self._end("its call was cancelled")
             raise
+        finally:
+            self._is_read = False
         return outcome, value
 
     def close(self) -> None:
-        """Kill the process."""
-        self._is_closed = True
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        """Kill the process.  Calls that have no result yet raise Refused, and so do later ones."""
+        self._is_closed, self.tells = True, False
+        if self._child is None:
+            return
+        self._child.kill()
+        if not self._is_read:  # else its reader sees that the socket has ended, and closes it
+            self._end("it is closed")
 
     async def _ready(self) -> _Child:
         if self._is_closed:
-            raise WorkerError("cannot run: the server is closing")
+            raise Refused(DRAINING, SHUTTING_DOWN)
         if self._starting is None:
             if self._child is not None:
                 return self._child
@@ -208,13 +216,14 @@ class Worker:
     async def _start(self) -> _Child:
         try:
             started = self._child = _Child(self._module, self._limits)
+            self._is_read = True
             async with asyncio.timeout(START):
                 await started.receive()
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._end("it did not start")
             raise WorkerError("could not be started") from error
         finally:
-            self._starting = None
+            self._starting, self._is_read = None, False
         return started
 
     def _result(self, outcome: str, value: Any) -> Any:
@@ -282,8 +291,11 @@ class _Child:
             return []
         return stat.rpartition(")")[2].split()  # its name, which is before these, may have spaces
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def end(self) -> None:
-        self._process.kill()  # first: it could otherwise say that its socket was closed
+        self.kill()  # first: it could otherwise say that its socket was closed
         self._socket.close()
         # A killed process ends when it next gets a processor, which may take a while at low priority.
         threading.Thread(target=self._process.wait, name="worker-end").start()

@@ -13,7 +13,18 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_server import ENDLESS, ENDLESS_CONTEXT, JSON, POSTED, Server, counted, eventually, running, unanswered
+from support.live_server import (
+    ENDLESS,
+    ENDLESS_CONTEXT,
+    JSON,
+    POSTED,
+    Server,
+    counted,
+    eventually,
+    frozen,
+    running,
+    unanswered,
+)
 
 from slotwise.text.tokenizer import Tokenizer
 from slotwise.version import __version__
@@ -106,9 +117,10 @@ def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokeniz
         listener = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, body)))
         listener.start()
         eventually(lambda: gauge(server, "num_requests_running") == 1)
-        server.process.send_signal(sent)
-        eventually(lambda: server.get("/health").status_code == 503)
-        refused = server.post(COMPLETIONS, {"prompt": [2]})
+        with frozen(server.engine_pid):  # until then the stream cannot end, and the server with it
+            server.process.send_signal(sent)
+            eventually(lambda: server.get("/health").status_code == 503)
+            refused = server.post(COMPLETIONS, {"prompt": [2]})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
         assert refused.headers["connection"] == "close"  # the next one must not be sent to a server that is gone
         assert refused.headers["retry-after"]

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from api.test_abort_requests import Asking
 from api.test_lifecycle import COMPLETIONS, SLOW, eventually, gauge
-from support.live_server import ENDLESS, ENDLESS_CONTEXT, POSTED, Server, counted, running, unanswered
+from support.live_server import ENDLESS, ENDLESS_CONTEXT, POSTED, Server, counted, frozen, running, unanswered
 
 from slotwise.text.tokenizer import Tokenizer
 
@@ -149,11 +149,9 @@ def test_a_frozen_engine_is_unhealthy_and_then_replaced(folder: Path, tmp_path: 
 @pytest.mark.slow
 def test_an_engine_that_thaws_goes_on(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     with running(folder, tmp_path / "engine", "seconds_per_step=0.02", "engine_timeout=24") as server:
-        asking = Asking(server, {"prompt": [40], "max_tokens": 200})
-        eventually(lambda: gauge(server, "num_requests_running") == 1)
-        os.kill(server.engine_pid, signal.SIGSTOP)
-        eventually(lambda: server.get("/health").status_code == 503)
-        os.kill(server.engine_pid, signal.SIGCONT)
+        with frozen(server.engine_pid):
+            asking = Asking(server, {"prompt": [40], "max_tokens": 200})
+            eventually(lambda: server.get("/health").status_code == 503 and server.get("/health").json()["num_live"])
         eventually(lambda: server.get("/health").status_code == 200)
         assert asking.wait().json()["choices"][0]["text"] == tokenizer.decode(counted(40, 200))
         assert len(engines(server)) == 1

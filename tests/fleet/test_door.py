@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live_server import counted, eventually, unanswered
+from support.live_server import counted, eventually, frozen, unanswered
 from support.scale_door import Behind, behind, door_of
 
 PROMPT = [40 + number % 9 for number in range(200)]
@@ -151,7 +151,9 @@ def test_a_queue_that_would_take_too_long_is_refused_with_the_time(folder: Path,
     with (behind(folder, tmp_path, "seconds_per_step=0.05", "max_num_seqs=2", number=1,
                  arguments=("--max-wait", "1")) as one, ThreadPoolExecutor(16) as pool):
         # Each of 20 steps of 50 ms, two at a time.
-        flood = [pool.submit(one.door.post, "/v1/completions", ask(40, 20)) for _ in range(16)]
+        with frozen(one.replicas[0].engine_pid):  # until all are in: once some have started, others may be refused
+            flood = [pool.submit(one.door.post, "/v1/completions", ask(40, 20)) for _ in range(16)]
+            eventually(lambda: one.replicas[0].get("/health").json()["num_live"] == 16)
         eventually(lambda: one.door.get("/load").json()["predicted_wait_s"] > 1)
         refused = one.door.post("/v1/completions", ask(40, 1))
         assert refused.status_code == 503 and "predicted" in refused.json()["error"]["message"]

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from support.live_server import Server, counted, eventually
+from support.live_server import ENDLESS_CONTEXT, Server, counted, eventually, frozen
 from support.scale_door import Behind, behind
 
 SLOW = "seconds_per_step=0.02"
 LONG = 100  # tokens: two seconds
+FOREVER = 30_000  # tokens: ten minutes
 
 
 def ask(number: int, count: int = LONG, **more: Any) -> dict[str, Any]:
@@ -24,8 +26,19 @@ def ask(number: int, count: int = LONG, **more: Any) -> dict[str, Any]:
             "return_token_ids": True} | more
 
 
-def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None = None) -> tuple[list[int], str]:
-    """The tokens of a stream, and "done", or the code of the error that ended it."""
+def num_live(replica: Server) -> int:
+    """Requests that are not answered yet."""
+    return int(replica.get("/health").json()["num_live"])
+
+
+def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None = None,
+              may_leave: threading.Event | None = None) -> tuple[list[int], str]:
+    """The tokens of a stream, and "done", "left", or the code of the error that ended it.
+
+    Args:
+        begun: set with its first tokens.
+        may_leave: its client leaves with the first tokens after it was set.
+    """
     tokens: list[int] = []
     with two.door.client.stream("POST", two.door.url + "/v1/completions", json=body | {"stream": True}) as response:
         lines = response.iter_lines()
@@ -41,30 +54,37 @@ def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None =
                     assert rest == ["data: [DONE]"]
                     return tokens, event["error"]["code"]
                 tokens += event["choices"][0]["token_ids"]
+                if may_leave is not None and may_leave.is_set():
+                    return tokens, "left"
                 if begun is not None:
                     begun.set()
     raise AssertionError("the stream ended without an end")
 
 
 def test_streams_with_output_end_with_an_error_and_others_go_elsewhere(folder: Path, tmp_path: Path) -> None:
-    with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(16) as pool:
-        begun = [threading.Event() for _ in range(6)]
-        streams = [pool.submit(stream_of, two, ask(number, 250), event) for number, event in enumerate(begun)]
-        wholes = [pool.submit(two.door.post, "/v1/completions", ask(50 + number)) for number in range(6)]
+    with behind(folder, tmp_path, SLOW, ENDLESS_CONTEXT) as two, ThreadPoolExecutor(16) as pool:
+        begun, may_leave = [threading.Event() for _ in range(6)], threading.Event()
+        streams = [pool.submit(stream_of, two, ask(number, FOREVER), event, may_leave)
+                   for number, event in enumerate(begun)]
         for event in begun:
             assert event.wait(120)
-        eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 3)
-        engine = two.replicas[0].engine_pid
-        two.replicas[0].process.kill()  # before its engine, whose loss it would report
+        lost, engine = two.replicas[0], two.replicas[0].engine_pid
+        num_lost = num_live(lost)
+        assert 0 < num_lost < 6
+        os.kill(engine, signal.SIGSTOP)  # so whole responses cannot end there
+        wholes = [pool.submit(two.door.post, "/v1/completions", ask(50 + number, 5)) for number in range(6)]
+        eventually(lambda: num_live(lost) > num_lost)
+        lost.process.kill()  # before its engine, whose loss it would report
         with contextlib.suppress(ProcessLookupError):  # it ends with its server
             os.kill(engine, signal.SIGKILL)
+        eventually(lambda: sum(one.done() for one in streams) == num_lost)
+        may_leave.set()
         ends = [one.result() for one in streams]
-        assert {end for _, end in ends} == {"done", "replica_lost"}
-        for number, (tokens, end) in enumerate(ends):
-            assert tokens == counted(40 + number, 250)[: len(tokens)] and tokens
-            assert (len(tokens) == 250) == (end == "done")
+        assert sorted(end for _, end in ends) == ["left"] * (6 - num_lost) + ["replica_lost"] * num_lost
+        for number, (tokens, _) in enumerate(ends):
+            assert tokens and tokens == counted(40 + number, FOREVER)[: len(tokens)]
         for number, one in enumerate(wholes):
-            assert one.result().json()["choices"][0]["token_ids"] == counted(90 + number, LONG)
+            assert one.result().json()["choices"][0]["token_ids"] == counted(90 + number, 5)
         assert "slotwise:router_rerouted_requests_total 0" not in two.door.get("/metrics").text
         eventually(lambda: two.num_up() == 1)
         assert stream_of(two, ask(1, 5)) == (counted(41, 5), "done")
@@ -95,19 +115,18 @@ def test_an_engine_that_dies_within_its_server_is_the_same_to_clients(folder: Pa
 
 @pytest.mark.slow
 def test_a_frozen_replica_is_given_up(folder: Path, tmp_path: Path) -> None:
-    with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(8) as pool:
-        begun = [threading.Event() for _ in range(8)]  # one without output would go to the other replica
-        streams = [pool.submit(stream_of, two, ask(number, 400), event) for number, event in enumerate(begun)]
-        for event in begun:
+    with behind(folder, tmp_path, SLOW, ENDLESS_CONTEXT) as two, ThreadPoolExecutor(8) as pool:
+        begun, may_leave = [threading.Event() for _ in range(8)], threading.Event()
+        streams = [pool.submit(stream_of, two, ask(number, FOREVER), event, may_leave)
+                   for number, event in enumerate(begun)]
+        for event in begun:  # one without output would go to the other replica
             assert event.wait(120)
-        eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 0)
-        os.kill(two.replicas[0].process.pid, signal.SIGSTOP)
-        try:
-            ends = [one.result() for one in streams]
-            assert {end for _, end in ends} <= {"done", "replica_lost"} and "replica_lost" in {end for _, end in ends}
+        num_lost = num_live(two.replicas[0])
+        with frozen(two.replicas[0].process.pid):
+            eventually(lambda: sum(one.done() for one in streams) == num_lost)
+            may_leave.set()
+            assert [one.result()[1] for one in streams].count("replica_lost") == num_lost > 0
             assert stream_of(two, ask(1, 5))[1] == "done"
-        finally:
-            os.kill(two.replicas[0].process.pid, signal.SIGCONT)
         eventually(lambda: two.num_up() == 2)
         assert [stream_of(two, ask(number, 5))[1] for number in range(4)] == ["done"] * 4
 
@@ -133,12 +152,16 @@ def test_a_door_that_is_stopped_lets_requests_end(folder: Path, tmp_path: Path) 
         begun = threading.Event()
         stream = pool.submit(stream_of, two, ask(1), begun)
         assert begun.wait(120)
-        two.door.process.terminate()
-        eventually(lambda: _refuses(two))
+        with frozen(two.replicas[0].engine_pid), frozen(two.replicas[1].engine_pid):  # until then it cannot end
+            two.door.process.terminate()
+            eventually(lambda: _refuses(two))
         assert stream.result() == (counted(41, LONG), "done")
         assert two.door.process.wait(120) == 0
 
 
 def _refuses(two: Behind) -> bool:
-    answer = two.door.post("/v1/completions", {"prompt": [40]})
+    try:
+        answer = two.door.client.post(two.door.url + "/v1/completions", json={"prompt": [40]}, timeout=2)
+    except httpx.TimeoutException:  # it was accepted, and waits for an engine
+        return False
     return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"

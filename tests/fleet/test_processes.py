@@ -44,11 +44,13 @@ def test_replicas_are_started_replaced_added_drained_and_ended(tmp_path: Path) -
         expected = text_of(door)
         pids = children(door.process.pid, b"replica_main")
         assert len(pids) == 2
-        os.kill(pids[0], signal.SIGKILL)
+        port = next(one["url"] for one in states(door) if one["name"] == "0").rpartition(":")[2].encode()
+        (first,) = [pid for pid in pids if port in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        os.kill(first, signal.SIGKILL)
         for _ in range(10):
             assert text_of(door) == expected  # by the other one, while the first starts again
+        eventually(lambda: 'slotwise:router_replica_losses_total{replica="0"} 1' in door.get("/metrics").text)
         eventually(lambda: sum(one["is_up"] for one in states(door)) == 2)
-        assert 'slotwise:router_replica_losses_total{replica="0"} 1' in door.get("/metrics").text
 
         assert door.client.put(door.url + "/admin/replicas", json={"replicas": 1}).status_code == 200
         eventually(lambda: len(states(door)) == 1)

@@ -75,7 +75,7 @@ class HostCache:
         Returns what lost its host block for it: the first in the order, or `cached` itself if none is free.
         """
         if cached.host_block in self._loading:  # a request lost its blocks in the plan that was to load them
-            self._kept[cached.host_block] = self._loading.pop(cached.host_block)
+            self._put(self._loading.pop(cached.host_block))
             self._loads = [copy for copy in self._loads if copy.target != block]
             return None
         if cached.host_block != NOWHERE:

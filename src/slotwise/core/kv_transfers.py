@@ -97,7 +97,7 @@ class PinnedBlocks:
 
     def expire(self, now: float) -> None:
         """Release the blocks of pins whose time is over."""
-        for transfer_id in [name for name, pin in self._pins.items() if pin.until <= now]:
+        for transfer_id in [name for name, pin in self._pins.items() if pin.until <= now] if self._pins else ():
             self.unpin(transfer_id)
 
 
@@ -229,6 +229,8 @@ class KVTransfers:
 
     def pop_late(self, now: float) -> list[Request]:
         """Returns the requests that wait for blocks no longer: these are late, or lost theirs."""
+        if not (self._holders or self.lost_blocks):
+            return []
         lost_blocks, self.lost_blocks = self.lost_blocks, []
         late = [request for request in self.receiving() if request.kv_until <= now]
         return [*late, *(one for one in lost_blocks if not one.ended)]

@@ -171,7 +171,7 @@ class Request:
 
     __slots__ = (
         "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "computes_whole_prompt", "deadline",
-        "epoch", "forced", "is_compiling", "kv", "kv_until", "max_len", "num_at_join", "num_computed",
+        "ends_at", "epoch", "forced", "is_compiling", "kv", "kv_until", "max_len", "num_at_join", "num_computed",
         "num_passed_by", "num_prompt", "num_received", "num_reserved", "num_retained", "num_scheduled", "pending",
         "reason", "request_id", "slot", "spec", "state", "stop_ids", "tables", "tokens",
     )
@@ -198,6 +198,7 @@ class Request:
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
         self.num_passed_by = 0  # later arrivals admitted while it waited for blocks or an adapter's slot
         self.max_len = 0  # maximum length in tokens, prompt and output; a pooled request's vector counts as one token
+        self.ends_at = 0  # `max_len`, or the length at which its output is forced to end
         self.slot = NO_SLOT_HELD
         # By cache group.  Empty without a slot, unless it waits for blocks of its prompt, or has waited.
         self.tables: list[BlockTable] = []
@@ -253,6 +254,12 @@ class Request:
     def ended(self) -> bool:
         return self.state is State.FINISHED or self.state is State.REJECTED
 
+    def limit(self, max_len: int) -> None:
+        """Set the maximum length, in tokens."""
+        self.max_len = self.ends_at = max_len
+        if self.spec.forced_length:
+            self.ends_at = min(max_len, self.num_prompt + self.spec.forced_length)
+
     def transition(self, state: State) -> None:
         """Change the state.  Raises IllegalTransition for a change that TRANSITIONS does not list."""
         if state not in TRANSITIONS[self.state]:
@@ -289,8 +296,7 @@ class Request:
         all_tokens, kept, reason = self.tokens, tokens, ""
         self.pending -= 1 + num_drafts
         num_known = len(all_tokens) + 1
-        if (len(tokens) == 1 and tokens[0] not in self.stop_ids and num_known < self.max_len
-                and not 0 < self.spec.forced_length <= num_known - self.num_prompt):  # the common case
+        if len(tokens) == 1 and tokens[0] not in self.stop_ids and num_known < self.ends_at:  # the common case
             all_tokens.append(tokens[0])
             return tokens, ""
         for index, token in enumerate(tokens):

@@ -258,7 +258,7 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Enqueue a request, or reject it if it could never run or its id is in use."""
         spec = request.spec
-        request.max_len = self.limits.longest(request.num_prompt, spec.max_tokens) + (spec.pooling is not None)
+        request.limit(self.limits.longest(request.num_prompt, spec.max_tokens) + (spec.pooling is not None))
         request.arrived_at = now
         if spec.queue_timeout:
             request.deadline = now + spec.queue_timeout
@@ -418,6 +418,8 @@ class Scheduler:
 
     def _refuse_receiving(self, builder: PlanBuilder) -> None:
         """Record in the plan which requests wait for blocks of their prompts; those without any wait behind these."""
+        if not self.transfers.incoming:
+            return
         receiving, num_incoming = list(self.transfers.receiving()), len(self.transfers.incoming)
         for request in receiving:
             builder.refuse(request, WAITING_FOR_KV)

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -69,6 +70,15 @@ LONGEST = (  # files of half a minute and more
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, then others with slow tests: the last process to finish decides when all have."""
+    """The longest files first, then others with slow tests: the last process to finish decides when all have.
+
+    The files of a folder are spread among those of others, which compute while tests of the API wait for limits.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.stem not in LONGEST, item.path not in slow))
+    folders: dict[Path, dict[Path, int]] = {}
+    for item in items:
+        files = folders.setdefault(item.path.parent, {})
+        files.setdefault(item.path, len(files))
+    items.sort(key=lambda item: (
+        item.path.stem not in LONGEST, item.path not in slow,
+        folders[item.path.parent][item.path] / len(folders[item.path.parent]), item.path))

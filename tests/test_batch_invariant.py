@@ -22,7 +22,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import Add
 
 PROMPTS = 64
-SHAPE_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6,  # of 30 alike
+SHAPE_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 3,  # of 30 alike
               "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 Tokens = tuple[int, ...]
 

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,11 +18,8 @@ from slotwise.api.http.listener import Connections, backlog_within, client_of, m
 
 COMPLETIONS = "/v1/completions"
 FILES = 256
+few_files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (FILES // 2, FILES))
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES // 2, FILES))
 
 
 def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_an_engine_that_dies_over_a_whole_answer(folder: Path, tmp_path: Path) -
 def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenizer: Tokenizer,
                                            sent: signal.Signals) -> None:
     with running(folder, tmp_path / "engine", *SLOW, "shutdown_timeout=30",
-                 before=lambda: signal.signal(sent, signal.SIG_DFL)) as server:  # `nohup make test` ignores SIGHUP
+                 before=partial(signal.signal, sent, signal.SIG_DFL)) as server:  # `nohup make test` ignores SIGHUP
         events: list[dict[str, Any]] = []
         body = {"prompt": [40], "max_tokens": 150}
         listener = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, body)))
@@ -132,7 +133,7 @@ def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokeniz
 
 
 def test_a_hangup_is_ignored_where_it_was_ignored_before(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as server:
+    with running(folder, tmp_path / "engine", before=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)) as server:
         server.process.send_signal(signal.SIGHUP)
         assert server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 5}).status_code == 200
         assert server.get("/health").status_code == 200

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_server import Server, children, counted, eventually, running, unanswered
+from support.live_server import Server, counted, eventually, running, unanswered
 
 ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.2", "silence_timeout=0.05")
 BLOCKING = {"prompt": [40], "max_tokens": 400, "ignore_eos": True}
@@ -125,8 +125,7 @@ def test_clients_raise_what_fails_after_the_headers(slow: Server, streams: dict[
                                                     anthropic: ModuleType) -> None:
     with blocked(slow):
         begun = [begin() for begin in streams.values()]
-        (engine,) = children(slow.process.pid, b"engine_process.py")
-        os.kill(engine, signal.SIGKILL)
+        os.kill(slow.engine_pid, signal.SIGKILL)
         for stream in begun:
             with pytest.raises((openai.APIError, anthropic.APIError), match="engine"):
                 list(stream)

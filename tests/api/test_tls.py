@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import httpx
@@ -27,6 +27,7 @@ from slotwise.core.setting_fields import make
 
 BODY = {"prompt": [2], "max_tokens": 2}
 FILES = 256
+few_files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (FILES // 2, FILES))
 CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01"  # how one begins
 
 
@@ -157,10 +158,6 @@ def test_a_client_needs_a_certificate_where_there_are_authorities(
                 asks.get(f"{server.url}/health")
         with httpx.Client(verify=authority.context(authority.ca.issue_cert("client.example")), timeout=120) as asks:
             assert asks.post(f"{server.url}/v1/completions", json=BODY, headers=JSON).status_code == 200
-
-
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES // 2, FILES))
 
 
 def answered(server: Server, authority: Authority, path: str, source: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live_server import Server, children, counted, eventually, unanswered
+from support.live_server import Server, counted, eventually, unanswered
 from support.scale_door import Behind, behind
 
 ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.3", "silence_timeout=0.02", "max_num_queued_reqs=1", "backoff=0.1")
@@ -57,11 +57,10 @@ def test_a_stream_that_has_only_signs_of_life_goes_elsewhere(
         folder: Path, tmp_path: Path, ends: str, path: str) -> None:
     with (behind(folder, tmp_path, *ONE_SLOT) as two, blocked(two) as others,
           waiting(two, path) as (lines, there, other)):
-        (engine,) = children(there.process.pid, b"engine_process.py")
         if ends == "the replica":
             there.process.kill()
         with contextlib.suppress(ProcessLookupError):  # it ends with its server
-            os.kill(engine, signal.SIGKILL)
+            os.kill(there.engine_pid, signal.SIGKILL)
         eventually(lambda: other.get("/health").json()["num_live"] == 2)
         others[other.url].close()
         if path == COMPLETIONS:

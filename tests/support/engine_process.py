@@ -1,23 +1,19 @@
-"""An engine process without a model: the real scheduler and loop over an executor that counts.
-
-usage: python engine_process.py SECONDS_PER_STEP BROKEN LIMITS FD
+"""A toy engine process, forked by `server_process`: the real scheduler and loop over an executor that counts, no model.
 
 The token after x is x + 1, round and round through the vocabulary.  A step whose prompt begins with BREAKING fails; a
 prompt that begins with DYING ends the process, one that begins with BABBLING makes it talk nonsense, one that begins
 with FALLING is more than the engine can take; one that begins with COPYING is answered with what stands between this
 token and the next of its kind.  It does not start while there is a file BROKEN.
-LIMITS is JSON: of the scheduler, those that differ from what stands here, and `num_labels` of a head of labels.
+`changed` are limits of the scheduler that differ from what stands here, and `num_labels` of a head of labels.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import socket
 import struct
-import sys
 import time
 from collections import deque
 from dataclasses import replace
@@ -180,8 +176,9 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
     serve(engine, channel, heartbeat_sender)
 
 
-if __name__ == "__main__":
+def run(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int) -> None:
+    """Returns when the channel is closed; it is an open socket."""
     try:
-        main(float(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))
+        main(seconds, broken, changed, descriptor)
     except ChannelClosed:
         print("closed", flush=True)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +17,11 @@ from typing import Any
 
 import httpx
 
+from support import fork_server
+from support.fork_server import Forked
+
 JSON = {"Content-Type": "application/json"}
 POSTED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-PROGRAM = Path(__file__).with_name("server_process.py")
 ENDLESS_CONTEXT = "max_model_len=32000"  # of a server that gets what is endless
 ENDLESS = {"prompt": [2], "max_tokens": 30_000, "ignore_eos": True}  # runs until it is aborted
 
@@ -28,7 +29,7 @@ ENDLESS = {"prompt": [2], "max_tokens": 30_000, "ignore_eos": True}  # runs unti
 @dataclass
 class Server:
     url: str
-    process: subprocess.Popen[str]
+    process: Forked
     engine_pid: int
     engine_log: Path
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120))
@@ -55,14 +56,11 @@ def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] 
             stderr: Path | None = None) -> Iterator[Server]:
     """
     Args:
-        before: done in the server's process before it starts.
-        stderr: the file that gets what the server writes there; None: what the tests write to.
+        before, stderr: see `fork_server.start`.
     """
-    command = [sys.executable, str(PROGRAM), str(folder), str(log), *settings]
-    with stderr.open("w") if stderr is not None else contextlib.nullcontext() as told:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True, preexec_fn=before)
+    process = fork_server.start(
+        "support.server_process", str(folder), str(log), *settings, stderr=stderr, before=before)
     try:
-        assert process.stdout is not None
         url, pid = process.stdout.readline().split()
         yield Server(url, process, int(pid), log)
     finally:

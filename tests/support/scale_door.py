@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support import fork_server
 from support.live_server import Server, eventually, running
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
@@ -34,11 +33,8 @@ class Behind:
 
 @contextlib.contextmanager
 def door_of(*arguments: str, log: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "slotwise.cli", "scale", "--port", "0", *arguments]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    process = fork_server.start(fork_server.CLI, "scale", "--port", "0", *arguments, stderr=log)
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             if found := READY.search(line):
                 yield Server(found[1], process, 0, log)

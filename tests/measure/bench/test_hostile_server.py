@@ -61,7 +61,7 @@ def answered(head: bytes, parts: Iterable[bytes]) -> tuple[RequestOutcome, list[
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_hostile_answer_is_a_failure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "MAX_STREAM", 1 << 23)
+    monkeypatch.setattr(bench, "MAX_STREAM", 1 << 21)
     parts, told = ANSWERS[name]
     tracemalloc.start()
     try:
@@ -70,7 +70,7 @@ def test_a_hostile_answer_is_a_failure(name: str, monkeypatch: pytest.MonkeyPatc
     finally:
         tracemalloc.stop()
     assert outcome.status == FAILED and told in outcome.error and len(outcome.error) <= bench.MAX_REASON
-    assert models == [] and most < 1 << 27
+    assert models == [] and most < (1 << 25 if "endless" in name else 1 << 27)
 
 
 @pytest.mark.parametrize("body", [DEEP, b'{"error":' + DEEP, b'{"error":' * 500 + b"1" + b"}" * 500, b"\xff" * 9,

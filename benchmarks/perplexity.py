@@ -40,7 +40,7 @@ from slotwise import builtin
 from slotwise.compute.kernels.interface import Kernels, RaggedBatch
 from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.compute.kernels.select import choose, packing_of
-from slotwise.compute.model.calibration import read_calibrated
+from slotwise.compute.model.calibration import center, read_calibrated
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
@@ -158,9 +158,11 @@ def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
 
 
 def as_served(kernels: Kernels, read: Callable[[], Decoder]) -> Decoder:
-    """A model as an engine reads it: calibrated, if its format gains from that."""
+    """A model as an engine reads it: calibrated, if its format gains from that, and centered."""
     packing = packing_of(kernels)
-    return read_calibrated(packing, read, lambda done, total: None) if packing.compensates else read()
+    decoder = read_calibrated(packing, read, lambda done, total: None) if packing.compensates else read()
+    center(decoder, packing, WINDOW)
+    return decoder
 
 
 def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
@@ -168,7 +170,8 @@ def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
     for dtype, quantization, cached in KINDS:
         yield dtype if quantization == "none" else f"{quantization}, {dtype}", cached, widened(
             path, dtype, quantization, cached)
-    stored = load_model(path, kernels=choose("cpu"), max_positions=WINDOW)
+    kernels = choose("cpu")
+    stored = as_served(kernels, partial(load_model, path, kernels=kernels, max_positions=WINDOW))
     if stored.config.quantization is not None:
         yield stored.config.quantization.description, "auto", stored
 

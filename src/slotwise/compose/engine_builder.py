@@ -36,7 +36,7 @@ from slotwise.compute.kernels.cpu.threads import roam
 from slotwise.compute.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank, num_ranks
 from slotwise.compute.kernels.interface import Kernels, LayerCache, LayerShape
 from slotwise.compute.kernels.select import choose, draw_for, launcher_of, mask_for, packing_of, resolve
-from slotwise.compute.model.calibration import needed_bytes, read_calibrated
+from slotwise.compute.model.calibration import center, needed_bytes, read_calibrated
 from slotwise.compute.model.checkpoint import content_digest, fingerprint, locate
 from slotwise.compute.model.decoder import Decoder, DecoderSizes, HeadStage
 from slotwise.compute.model.family_table import tensor_shapes
@@ -606,6 +606,10 @@ class Loaded:
             self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
         self._warming.finish(progress)
+        if kernels.name == "cpu" and self._ranks is None:
+            for each in (decoder, self._draft):
+                if each is not None:
+                    center(each, packing_of(each.kernels), limits.max_model_len)
         used = self._with_runtime(used)
         is_ahead = kernels.device.type == "cuda" and self._ranks is None
         depth = max(int(is_ahead), limits.stages - 1) if config.overlap is None else config.overlap

@@ -10,6 +10,8 @@ every model: Williams, Chrysostomou and Aletras, "Self-calibration for language 
 
 The second read is the one that is served.  Both are needed, because a matrix is rounded as soon as it is read; int8
 takes at most twice the memory of the result, and is freed before.
+
+Where inputs of products are rounded, some random tokens show their centers, too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from slotwise.compute.kernels.cpu.products.packing import Packing
 
 ROWS, LENGTH = 128, 64
+CENTERED_ROWS, CENTERED_LENGTH = 4, 16
 SEED = 1
 
 
@@ -42,6 +45,26 @@ def read_calibrated(packing: Packing, read: Callable[[], Decoder], advance: Call
         del decoder
     with packing.compensating(moments):
         return read()
+
+
+@torch.inference_mode()
+def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
+    """Centers the inputs of products by those that random tokens give them (`Packing.centering`): the same each time.
+
+    Args:
+        max_positions: of a batch.
+    """
+    if not packing.can_center:
+        return
+    config, length = decoder.config, min(CENTERED_LENGTH, max_positions, decoder.config.max_position_embeddings)
+    caches = [decoder.kernels.allocate_cache(CENTERED_ROWS, LENGTH, shape, config.dtype)
+              for shape in decoder.layer_shapes]
+    tokens = torch.randint(
+        config.vocab_size, (length, CENTERED_ROWS), generator=torch.Generator().manual_seed(SEED))
+    with packing.centering():
+        hidden = decoder.hidden(_step(tokens, 0), caches)
+        if config.has_head:
+            decoder.logits(hidden)
 
 
 def needed_bytes(sizes: DecoderSizes) -> int:
@@ -76,12 +99,12 @@ def write(decoder: Decoder, advance: Callable[[int, int], None]) -> torch.Tensor
 
 
 def _step(tokens: torch.Tensor, first: int) -> RaggedBatch:
-    """The tokens `[positions, ROWS]` of all sequences from a position on; each has a block of the cache."""
-    count, rows = len(tokens), torch.arange(ROWS)
-    positions = torch.arange(first, first + count).repeat(ROWS)
+    """The tokens `[positions, sequences]` of all sequences from a position on; each has a block of the cache."""
+    count, rows = len(tokens), torch.arange(tokens.shape[1])
+    positions = torch.arange(first, first + count).repeat(len(rows))
     return RaggedBatch(
         token_ids=tokens.t().flatten(), positions=positions,
         slot_mapping=rows.repeat_interleave(count) * LENGTH + positions,
-        query_starts=torch.arange(0, ROWS * count + 1, count, dtype=torch.int32),
-        context_lens=torch.full((ROWS,), first + count, dtype=torch.int32), block_tables=rows[:, None].int(),
-        sample_at=torch.arange(ROWS * count), max_query_len=count, max_context_len=first + count)
+        query_starts=torch.arange(0, len(positions) + 1, count, dtype=torch.int32),
+        context_lens=torch.full((len(rows),), first + count, dtype=torch.int32), block_tables=rows[:, None].int(),
+        sample_at=torch.arange(len(positions)), max_query_len=count, max_context_len=first + count)

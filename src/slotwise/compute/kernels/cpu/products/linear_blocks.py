@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from torch import Tensor
 
@@ -66,11 +67,11 @@ from slotwise.compute.kernels.cpu.products.linear import (
     result_bytes,
 )
 from slotwise.compute.kernels.cpu.products.quantize import (
+    CENTER,
     FACTS,
     HEAD,
     STRIDE,
     TABLE,
-    ZERO_AND_FACTOR,
     quantize_rows,
     quantized,
 )
@@ -89,7 +90,6 @@ from slotwise.compute.kernels.cpu.simd import (
     store,
 )
 from slotwise.compute.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
-from slotwise.compute.kernels.interface import Linear
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix
 
 # The gates of a panel that is half gates, half up projection.
@@ -111,7 +111,7 @@ TILED = ("amx_int8", "software tiles")
 # The smallest unit whose products are faster by AMX's tiles; a processor that has tiles also has VNNI.
 TILED_UNIT = 32
 # An argument: rows of the tallest tile.
-TALL = ZERO_AND_FACTOR + 1
+TALL = CENTER + 1
 
 
 def has_vnni_gemm() -> bool:
@@ -219,6 +219,7 @@ class PackedBlocks:
     Args:
         table: 16 levels, where the layout has a table.
         order: int32, the input at each place.
+        center: float32, of the input at each place; the bias includes their product.
         outputs: of the panels.
         stored: numbers per token in the result: half of the outputs where these are gates and up projection.
     """
@@ -227,6 +228,7 @@ class PackedBlocks:
     bias: Tensor
     table: Tensor
     order: Tensor | None
+    center: Tensor
     zero_and_factor: int
     layout: BlockLayout
     depth: int
@@ -283,7 +285,21 @@ class PackedBlocks:
             x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
             tokens, self.depth, self.outputs, self.stored, form, rows_of_a_block(tokens, self._most, self.threads),
             launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, *tables, stride or self.stored,
-            self.table.data_ptr(), self.zero_and_factor, self._tall)
+            self.table.data_ptr(), self.zero_and_factor, self.center.data_ptr(), self._tall)
+
+    def set_center(self, center: Tensor, launcher: KernelLauncher) -> None:
+        """Quantize distances from `center [depth]` from now on, a tensor of the activations' type; once.
+
+        Its product is exact: it is that of rows with a single input other than 0 in each unit.
+        """
+        unit, places = self.layout.unit, torch.arange(self.depth)
+        inputs = places if self.order is None else self.order.long()
+        rows, out = torch.zeros(unit, self.depth, dtype=center.dtype), torch.empty(unit, self.outputs)
+        rows[places % unit, inputs] = center[inputs]
+        replace(self, stored=self.outputs).multiply(rows, out, 0, launcher)
+        bias = self.bias.flatten()[: self.outputs]
+        bias += out.double().sum(0) - unit * bias
+        self.center[: self.depth] = center[inputs]
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
         """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""
@@ -293,19 +309,65 @@ class PackedBlocks:
         launcher.together(self.kernel(x.dtype))
 
 
-def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher, *, is_wide: bool = False) -> Linear:
+class BlocksProduct:
     """The product with matrices of one depth: their outputs concatenated, as float32 if it `is_wide`."""
-    starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
-    depth, width = parts[0].depth, sum(part.stored for part in parts)
 
-    def product(x: Tensor) -> Tensor:
-        rows = x.contiguous().view(-1, depth)
-        out = launcher.empty((len(rows), width), torch.float32 if is_wide else x.dtype)
-        for part, start in zip(parts, starts, strict=True):
-            part.multiply(rows, out, start, launcher)
-        return out if x.dim() == rows.dim() else out.view(*x.shape[:-1], width)
+    def __init__(self, parts: Sequence[PackedBlocks], launcher: KernelLauncher, *, is_wide: bool) -> None:
+        self._parts, self._launcher, self._is_wide = parts, launcher, is_wide
+        self._starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
+        self._depth, self._width = parts[0].depth, sum(part.stored for part in parts)
+        self._seen: list[Tensor] | None = None  # inputs that are kept for `center`
+        self._is_centered = False
 
-    return product
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.contiguous().view(-1, self._depth)
+        out = self._launcher.empty((len(rows), self._width), torch.float32 if self._is_wide else x.dtype)
+        for part, start in zip(self._parts, self._starts, strict=True):
+            part.multiply(rows, out, start, self._launcher)
+        if self._seen is not None:
+            self._seen.append(rows.clone())
+        return out if x.dim() == rows.dim() else out.view(*x.shape[:-1], self._width)
+
+    def keep_inputs(self) -> None:
+        """Keep inputs until `center`, unless it has one already."""
+        if not self._is_centered:
+            self._seen = []
+
+    def center(self) -> None:
+        """Quantize distances from the means of the inputs kept, if any, where that lessens the error."""
+        seen, self._seen = self._seen, None
+        if not seen:
+            return
+        center, self._is_centered = center_of(torch.cat(seen), self._parts[0].layout.unit), True
+        if center is not None:
+            for part in self._parts:
+                part.set_center(center, self._launcher)
+
+
+# A row with a number so many times as large as that of the median row is an exception, and has no part in the center.
+EXCEPTION = 4.0
+# The most that may be left of the squares of units' largest numbers: rounding errors are proportional to these.
+LEFT = 0.8
+
+
+def center_of(rows: Tensor, unit: int) -> Tensor | None:
+    """The mean of `rows [tokens, depth]`, in their type; None where distances from it would not be much smaller."""
+    values = rows.float()
+    largest_of_row = values.abs().amax(1)
+    usual = values[largest_of_row <= EXCEPTION * largest_of_row.median()]
+    center = usual.mean(0).to(rows.dtype)
+
+    def squares(values: Tensor) -> Tensor:
+        padded: Tensor = F.pad(values, (0, -values.shape[1] % unit))
+        largest: Tensor = padded.unflatten(1, (-1, unit)).abs().amax(2)
+        return largest.square().sum()
+
+    return center if squares(usual - center.float()) < LEFT * squares(usual) else None
+
+
+def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher, *, is_wide: bool = False) -> BlocksProduct:
+    """The product with matrices of one depth: their outputs concatenated, as float32 if it `is_wide`."""
+    return BlocksProduct(parts, launcher, is_wide=is_wide)
 
 
 def path_for(layout: BlockLayout, path: str) -> str:
@@ -331,7 +393,8 @@ def pack_blocks(
     (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
     return PackedBlocks(
         panels, in_panels(added, COLUMNS, is_gated=is_gated), table,
-        None if matrix.order is None else matrix.order.argsort().to(torch.int32), levels.zero << 32 | factor_bits,
+        None if matrix.order is None else matrix.order.argsort().to(torch.int32),
+        torch.zeros(layout.records(matrix.depth) * layout.record), levels.zero << 32 | factor_bits,
         layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
         matrix.outputs // 2 if is_gated else matrix.outputs, path_for(layout, path), launcher.threads)
 

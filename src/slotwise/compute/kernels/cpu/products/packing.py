@@ -45,6 +45,7 @@ class Packing:
         self._tables = weakref.WeakKeyDictionary[QuantizedMatrix, linear_blocks.PackedBlocks]()
         self._layouts: set[block_layout.BlockLayout] = set()
         self._lookups: set[CompiledKernel] = set()
+        self._products = weakref.WeakSet[linear_blocks.BlocksProduct]()
         self._recorded: InputMoments | None = None
         self._moments: Iterator[Tensor] | None = None
 
@@ -66,6 +67,20 @@ class Packing:
             yield self._recorded.found
         finally:
             self._launcher.panels, self._recorded = panels, None
+
+    @property
+    def can_center(self) -> bool:
+        """Whether `centering` gains: products round their inputs."""
+        return bool(self._products)
+
+    @contextmanager
+    def centering(self) -> Iterator[None]:
+        """Center the inputs of products (`quantize.py`), by those that they get within the context."""
+        for product in self._products:
+            product.keep_inputs()
+        yield
+        for product in self._products:
+            product.center()
 
     @contextmanager
     def compensating(self, moments: Sequence[Tensor]) -> Iterator[None]:
@@ -230,7 +245,9 @@ class Packing:
 
     def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks], form: int = PLAIN) -> Linear:
         """The product with matrices in panels, concatenated along their outputs."""
-        return linear_blocks.blocks_linear(parts, self._launcher, is_wide=form == WIDE)
+        product = linear_blocks.blocks_linear(parts, self._launcher, is_wide=form == WIDE)
+        self._products.add(product)
+        return product
 
     def _stacked(self, weight: StackedMatrix, bias: Tensor | None) -> list[linear_blocks.PackedBlocks]:
         """The panels of stacked matrices, in the order of their outputs."""

@@ -22,7 +22,9 @@ and not 256.  The format does not change, and neither do the kernels.
 
 Each token's activations are quantized by themselves, in units of 16, 32 or 64 numbers ("group-wise", as in ZeroQuant,
 Yao et al., 2022), so an outlier affects only its unit, and a token's result does not depend on its batch-mates, bit for
-bit.
+bit.  Some inputs are large for every token, and on one side of zero: what is quantized is the distance from the
+*center*, an input's mean over some tokens of the model, and the product with the centers is a part of the bias (Wei et
+al., "Outlier Suppression+", 2023).
 
     units x rows of int8[unit], units x rows of facts: the scale float32, then -zero * sum(q) int32, or for formats with
     minimums -scale * sum(q) float32
@@ -51,6 +53,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     fast,
     read,
     spread,
+    widened,
     write,
 )
 from slotwise.compute.kernels.cpu.products.block_layout import BlockLayout
@@ -94,7 +97,7 @@ WITHOUT_FRACTION = 1.5 * 2**23
 FACTS = 8
 UNIT_LIMIT = 127.0
 # Their arguments follow those of every product.
-STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)
+STRIDE, TABLE, ZERO_AND_FACTOR, CENTER = range(SOURCES + 1, SOURCES + 5)
 
 
 class Compensation(NamedTuple):
@@ -276,33 +279,25 @@ def _joined(codes: Tensor, weight: Tensor) -> Tensor:
     return flat[:, : weight.shape[1]]
 
 
-def _largest(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+def _largest(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
     """The largest magnitude, a float32; NaN where there is one.  Without signs, bits order by magnitude."""
-    element = bits.type.element
-    sizes = builder.and_(bits, all_of(bits.type, (1 << element.width - 1) - 1))
-    largest = call(builder, f"llvm.vector.reduce.umax.v{bits.type.count}i{element.width}", element, sizes)
-    return builder.bitcast(_as_float32(builder, largest, WORD), SINGLE)
-
-
-def _as_float32(builder: ir.IRBuilder, bits: ir.Value, wide: ir.Type) -> ir.Value:
-    """The same numbers as bits of float32: a bfloat16 is the upper half of one."""
-    if bits.type == wide:
-        return bits
-    sixteen = all_of(wide, 16) if isinstance(wide, ir.VectorType) else ir.Constant(wide, 16)
-    return builder.shl(builder.zext(bits, wide), sixteen)
+    wholes = ir.VectorType(WORD, values.type.count)
+    sizes = builder.and_(builder.bitcast(values, wholes), all_of(wholes, 0x7FFFFFFF))
+    largest = call(builder, f"llvm.vector.reduce.umax.v{wholes.count}i32", WORD, sizes)
+    return builder.bitcast(largest, SINGLE)
 
 
 def _quantize_unit(
-    builder: ir.IRBuilder, x: ir.Value, target: ir.Value, facts: ir.Value, zero: ir.Value, factor: ir.Value,
-    layout: ElementType, kind: ElementType,
+    builder: ir.IRBuilder, x: ir.Value, target: ir.Value, facts: ir.Value, center: ir.Value, zero: ir.Value,
+    factor: ir.Value, layout: ElementType, kind: ElementType,
 ) -> None:
     shape: BlockLayout = layout.instance_class.NUMBERS
     wholes, floats = (ir.VectorType(each, shape.unit) for each in (WORD, SINGLE))
-    bits = read(builder, x, ir.VectorType(SHORT if kind == types.uint16 else WORD, shape.unit), align=2)
-    largest = _largest(builder, bits)
+    given = read(builder, x, ir.VectorType(SHORT, shape.unit) if kind == types.uint16 else floats, align=2)
+    values = builder.fsub(widened(builder, given) if kind == types.uint16 else given, read(builder, center, floats))
+    largest = _largest(builder, values)
     tiny, limit = ir.Constant(SINGLE, 1e-30), ir.Constant(SINGLE, UNIT_LIMIT)
     by = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
-    values = builder.bitcast(_as_float32(builder, bits, wholes), floats)
     rounded = fast(builder, f"llvm.fma.v{shape.unit}f32", floats, values, spread(builder, by, floats),
                    all_of(floats, WITHOUT_FRACTION))
     steps = builder.trunc(builder.bitcast(rounded, wholes), ir.VectorType(BYTE, shape.unit))
@@ -320,9 +315,10 @@ def _quantize_unit(
     write(builder, second, behind(builder, facts, 4))
 
 
-quantize_unit: Callable[[int, int, int, int, float, BlockLayout, Real], None] = intrinsic(
-    _quantize_unit, INT, INT, INT, INT, FLOAT, KIND, KIND)
-"""`quantize_unit(x, target, facts, zero, factor, layout, kind)`: quantize a unit at `x` to bytes at `target`.
+quantize_unit: Callable[[int, int, int, int, int, float, BlockLayout, Real], None] = intrinsic(
+    _quantize_unit, INT, INT, INT, INT, INT, FLOAT, KIND, KIND)
+"""`quantize_unit(x, target, facts, center, zero, factor, layout, kind)`: quantize a unit at `x`, minus the float32 at
+`center`, to bytes at `target`.
 
 Stores its scale times `factor`, then its second fact, at `facts`.  A unit with a NaN has the scale NaN, one with an
 infinity an infinite scale.
@@ -336,7 +332,7 @@ def quantize_rows(words: int, block: RowBlock, target: int, room: int, layout: B
     An unfinished unit, or inputs in another order, pass through the scratch `room`, padded with zeros.
     """
     depth, (first, rows, _, _, order) = load(words, DEPTH, INT64), block
-    zero = load(words, ZERO_AND_FACTOR, INT64) >> 32
+    zero, centers = load(words, ZERO_AND_FACTOR, INT64) >> 32, load(words, CENTER, INT64)
     factor = float_of(load(words, ZERO_AND_FACTOR, INT64))
     unit = layout.unit
     units = (depth + layout.record - 1) // layout.record * (layout.record // unit)
@@ -345,13 +341,13 @@ def quantize_rows(words: int, block: RowBlock, target: int, room: int, layout: B
         x = x_at(words, first + row, kind)
         for index in range(units):
             begin, place = index * unit, index * rows + row
-            own, bytes_at = facts + place * FACTS, target + place * unit
+            own, bytes_at, center = facts + place * FACTS, target + place * unit, centers + begin * 4
             if order == 0 and begin + unit <= depth:
-                quantize_unit(x + begin * bytes_of(kind), bytes_at, own, zero, factor, layout, kind)
+                quantize_unit(x + begin * bytes_of(kind), bytes_at, own, center, zero, factor, layout, kind)
             else:
                 count = min(max(depth - begin, 0), unit)
                 for i in range(count):
                     source = begin + i if order == 0 else load(order, begin + i, INT32)
                     store(room, i, load(x, source, kind), FLOAT32)
                 fill(room + count * 4, unit - count, ZERO)
-                quantize_unit(room, bytes_at, own, zero, factor, layout, FLOAT32)
+                quantize_unit(room, bytes_at, own, center, zero, factor, layout, FLOAT32)

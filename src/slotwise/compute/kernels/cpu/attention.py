@@ -63,7 +63,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
 )
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.compute.kernels.cpu.processor import AVX512, LANES, PAIR
-from slotwise.compute.kernels.cpu.products.gemm import STRIP, STRIP_ROW_BYTES, bytes_of_factor, call_multiply
+from slotwise.compute.kernels.cpu.products.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
 from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -421,6 +421,10 @@ RESCALED_ROWS = 8
 # Below every score.
 NO_SCORE = float32(-1e20)
 FLOAT_BYTES = 4
+
+bytes_of_factor: Callable[[Real], int] = intrinsic(
+    lambda _builder, stored: number(2 if stored == types.int16 else FLOAT_BYTES), KIND, returns=INT)
+"""Bytes of an element of a query, and of a weight, in a cache of kind `stored`."""
 
 
 @kernel

@@ -44,6 +44,7 @@ from slotwise.compute.kernels.cpu.attention import (
     Workspace,
     add_values,
     block_at,
+    bytes_of_factor,
     join_parts,
     leave_part,
     merge,
@@ -58,13 +59,7 @@ from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, Kernel
 from slotwise.compute.kernels.cpu.pointwise import inverse_rms
 from slotwise.compute.kernels.cpu.processor import LANES, PAIR
 from slotwise.compute.kernels.cpu.products import gemm
-from slotwise.compute.kernels.cpu.products.gemm import (
-    STRIP,
-    STRIP_ROW_BYTES,
-    bytes_of_factor,
-    call_multiply,
-    load_strips,
-)
+from slotwise.compute.kernels.cpu.products.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
 from slotwise.compute.kernels.cpu.rotary import stored_at
 from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
@@ -178,6 +173,24 @@ def pack(weights: Tensor) -> HeadWeights:
     panels = [panel[..., stored_order(panel.shape[-1], panel.dtype)].flatten(1)
               for panel in columns.split(STRIP, dim=2)]
     return HeadWeights(torch.cat(panels, dim=1).contiguous(), outputs, depth)
+
+
+@kernel
+def load_strips(source: int, count: int, target: int, strip_bytes: int, kind: Real, stored: Real) -> None:
+    """`count` numbers as columns of strips: float32, or bfloat16 where they are multiplied in pairs."""
+    size = bytes_of(kind)
+    for start in range(0, count, STRIP):
+        columns, here = min(STRIP, count - start), source + start * size
+        if bytes_of_factor(stored) == bytes_of(FLOAT32):
+            for i in range(columns):
+                store(target, i, load(here, i, kind), FLOAT32)
+        else:
+            for i in range(columns // 2):  # as they are, two at a time
+                store(target, i, load(here, i, FLOAT32), FLOAT32)
+            if columns % 2:
+                store(target, columns - 1, load(here, columns - 1, kind), kind)
+                store(target, columns, ZERO, kind)
+        target += strip_bytes
 
 
 @kernel

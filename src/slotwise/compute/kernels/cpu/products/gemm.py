@@ -46,7 +46,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     write,
 )
 from slotwise.compute.kernels.cpu.processor import AVX512, LANES, PAIR, has
-from slotwise.compute.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, PAIRS, ZERO, Real, bytes_of, load, store
+from slotwise.compute.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, PAIRS, Real
 
 # The loop of a product over depth where bfloat16 is multiplied in pairs, with sums in float32 (AVX-512 BF16).
 #
@@ -355,26 +355,3 @@ def _call(builder: ir.IRBuilder, address: ir.Value, *arguments: ir.Value) -> Non
 
 call_multiply: Callable[..., None] = intrinsic(_call, *[INT] * 12)
 """Call the `MULTIPLY` at the address that comes first, with its arguments."""
-
-
-bytes_of_factor: Callable[[Real], int] = intrinsic(
-    lambda _builder, stored: number(2 if stored == types.int16 else 4), KIND, returns=INT)
-"""Bytes of an element of A where B is of kind `stored`: 2 for `PAIRS`, 4 for others."""
-
-
-@kernel
-def load_strips(source: int, count: int, target: int, strip_bytes: int, kind: Real, stored: Real) -> None:
-    """`count` numbers as columns of strips: float32, or bfloat16 where they are multiplied in pairs."""
-    size = bytes_of(kind)
-    for start in range(0, count, STRIP):
-        columns, here = min(STRIP, count - start), source + start * size
-        if bytes_of_factor(stored) == bytes_of(FLOAT32):
-            for i in range(columns):
-                store(target, i, load(here, i, kind), FLOAT32)
-        else:
-            for i in range(columns // 2):  # as they are, two at a time
-                store(target, i, load(here, i, FLOAT32), FLOAT32)
-            if columns % 2:
-                store(target, columns - 1, load(here, columns - 1, kind), kind)
-                store(target, columns, ZERO, kind)
-        target += strip_bytes

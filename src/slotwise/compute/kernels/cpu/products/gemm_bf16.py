@@ -14,6 +14,7 @@ bit.  Bias, the gate and rounding are applied to the sums in registers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -75,18 +76,26 @@ def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value)
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, left, right)
 
 
+def dot_pairs(
+    builder: ir.IRBuilder, column: ir.Value, line: ir.Value, sums: Sequence[ir.Value], vectors: int,
+) -> list[ir.Value]:
+    """`sums`, so many vectors a row, plus the products of a pair of inputs: of a line and the rows of a strip."""
+    weights = [read(builder, behind(builder, line, v * 64), _BRAINS, 4) for v in range(vectors)]
+    results = []
+    for row in range(len(sums) // vectors):
+        pair = read(builder, behind(builder, column, row * STRIP_ROW_BYTES), WORD, 4)
+        factor = builder.bitcast(spread(builder, pair, _WORDS), _BRAINS)
+        results += [_dot(builder, sums[vectors * row + v], factor, weights[v]) for v in range(vectors)]
+    return results
+
+
 def _add_strip(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, sums: list[ir.Value]) -> list[ir.Value]:
     """The addresses after a strip, then two vectors of sums per row."""
     turns = Loop(builder, number(STRIP_PAIRS), 1, [panel.x, panel.weights, panel.asked, *sums])
     column, line, asked, *sums = turns.values
     prefetch(builder, asked)
     prefetch(builder, builder.add(asked, builder.lshr(panel.step, number(1))))
-    weights = [read(builder, behind(builder, line, v * 64), _BRAINS, 4) for v in (0, 1)]
-    results = []
-    for row in range(rows):
-        pair = read(builder, behind(builder, column, row * STRIP_ROW_BYTES), WORD, 4)
-        factor = builder.bitcast(spread(builder, pair, _WORDS), _BRAINS)
-        results += [_dot(builder, sums[2 * row + v], factor, weights[v]) for v in (0, 1)]
+    results = dot_pairs(builder, column, line, sums, 2)
     return turns.close([behind(builder, column, 4), behind(builder, line, LINE_BYTES),
                         builder.add(asked, panel.step), *results])
 

@@ -606,10 +606,6 @@ class Loaded:
             self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
         self._warming.finish(progress)
-        if kernels.name == "cpu" and self._ranks is None:
-            for each in (decoder, self._draft):
-                if each is not None:
-                    center(each, packing_of(each.kernels), limits.max_model_len)
         used = self._with_runtime(used)
         is_ahead = kernels.device.type == "cuda" and self._ranks is None
         depth = max(int(is_ahead), limits.stages - 1) if config.overlap is None else config.overlap
@@ -627,6 +623,10 @@ class Loaded:
         if self._ranks is not None:
             _warm_up(decoder)
             self._ranks.allocate(limits)
+        for each in (decoder, self._draft):
+            if each is not None:
+                centered(each, limits)
+        if self._ranks is not None:
             from slotwise.compose.ranks import LeadingExecutor  # needs msgspec
 
             runner = LeadingExecutor(runner, self._ranks, slots)
@@ -807,6 +807,13 @@ def _digested(folder: Path) -> Callable[[], str]:
     digest = pool.submit(content_digest, folder)
     pool.shutdown(wait=False)
     return digest.result
+
+
+def centered(decoder: Decoder, limits: SchedulerLimits) -> Decoder:
+    """The decoder, with the inputs of its products centered, where it rounds them."""
+    if decoder.kernels.name == "cpu":
+        center(decoder, packing_of(decoder.kernels), limits.max_model_len)
+    return decoder
 
 
 def _warm_up(decoder: Decoder) -> None:

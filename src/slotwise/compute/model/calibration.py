@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slotwise.compute.kernels.interface import RaggedBatch
-from slotwise.compute.model.decoder import Decoder, DecoderSizes
+from slotwise.compute.model.decoder import Decoder, DecoderSizes, HeadStage
 
 if TYPE_CHECKING:
     from slotwise.compute.kernels.cpu.products.packing import Packing
@@ -51,20 +51,28 @@ def read_calibrated(packing: Packing, read: Callable[[], Decoder], advance: Call
 def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
     """Centers the inputs of products by those that random tokens give them (`Packing.centering`): the same each time.
 
+    All ranks of a model do so at the same time.
+
     Args:
         max_positions: of a batch.
     """
-    if not packing.can_center:
+    config, stage = decoder.config, decoder.group.pipe.stage
+    if config.quantization is None and not packing.quantizes:
         return
-    config, length = decoder.config, min(CENTERED_LENGTH, max_positions, decoder.config.max_position_embeddings)
+    length = min(CENTERED_LENGTH, max_positions, config.max_position_embeddings)
     caches = [decoder.kernels.allocate_cache(CENTERED_ROWS, LENGTH, shape, config.dtype)
               for shape in decoder.layer_shapes]
     tokens = torch.randint(
         config.vocab_size, (length, CENTERED_ROWS), generator=torch.Generator().manual_seed(SEED))
+    is_alone = stage.total == decoder.group.size == 1
     with packing.centering():
-        hidden = decoder.hidden(_step(tokens, 0), caches)
-        if config.has_head:
-            decoder.logits(hidden)
+        for some in [tokens] if is_alone else tokens.split(1, dim=1):  # what ranks exchange has a bound
+            batch = _step(some, 0)
+            hidden = decoder.hidden(batch, caches)
+            if stage.is_first:
+                hidden = hidden if stage.total == 1 else HeadStage(decoder).hidden(batch, [])
+                if config.has_head:
+                    decoder.logits(hidden)
 
 
 def needed_bytes(sizes: DecoderSizes) -> int:

@@ -69,9 +69,9 @@ class Packing:
             self._launcher.panels, self._recorded = panels, None
 
     @property
-    def can_center(self) -> bool:
-        """Whether `centering` gains: products round their inputs."""
-        return bool(self._products)
+    def quantizes(self) -> bool:
+        """Whether weights that are tensors are quantized."""
+        return self._format is not None
 
     @contextmanager
     def centering(self) -> Iterator[None]:

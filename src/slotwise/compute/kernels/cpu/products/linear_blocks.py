@@ -334,14 +334,18 @@ class BlocksProduct:
             self._seen = []
 
     def center(self) -> None:
-        """Quantize distances from the means of the inputs kept, if any, where that lessens the error."""
+        """Quantize distances from the means of the inputs kept, if any, where that lessens the error.
+
+        Matrices of another product that is centered already keep their center.
+        """
         seen, self._seen = self._seen, None
         if not seen:
             return
         center, self._is_centered = center_of(torch.cat(seen), self._parts[0].layout.unit), True
         if center is not None:
             for part in self._parts:
-                part.set_center(center, self._launcher)
+                if not part.center.any():
+                    part.set_center(center, self._launcher)
 
 
 # A row with a number so many times as large as that of the median row is an exception, and has no part in the center.

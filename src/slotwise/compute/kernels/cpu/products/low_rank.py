@@ -165,7 +165,7 @@ def _add(words: int, kind: Real) -> None:
 # Columns of a panel, and rows of a tile: its sums fit into registers.
 PANEL = 32
 TALLEST = 8
-# Bytes of factors between what is read and what is prefetched: the second factor lies behind the first.
+# Bytes of factors between what is read and what is prefetched.
 PAIRS_AHEAD = 4096
 # Bytes of a thread's scratch before its strips: zeros that stand for a bias, then rows of an unfinished panel, and
 # their numbers.

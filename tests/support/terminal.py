@@ -49,8 +49,8 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._ours, keys)
 
-    def read(self, wanted: str = "", seconds: float = 60) -> None:
-        """Reads until `wanted` was written; without it, what is there."""
+    def read(self, wanted: str = "", seconds: float = 240) -> None:
+        """Reads until `wanted` was written, which may take as long as kernels to compile; without it, what is there."""
         ends = time.monotonic() + seconds
         while not wanted or (wanted not in self.text and wanted not in self.shown):
             if not select.select([self._ours], [], [], 0.1)[0]:

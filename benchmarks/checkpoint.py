@@ -26,6 +26,8 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -59,6 +61,12 @@ SHAPES: dict[str, PretrainedConfig] = {
         layer_types=["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
         position_embedding_type=None, embedding_multiplier=12.0, attention_multiplier=0.015625, bos_token_id=0,
         eos_token_id=0, pad_token_id=0),
+    "mamba-130m": MambaConfig(
+        vocab_size=50280, hidden_size=768, num_hidden_layers=24, state_size=16, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0),
+    "mamba2-130m": Mamba2Config(
+        vocab_size=50288, hidden_size=768, num_hidden_layers=24, state_size=128, num_heads=24, head_dim=64, n_groups=1,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0),
     "deepseek-v2-lite": DeepseekV2Config(  # 4 layers of 27; llama.cpp reads so few only with compressed queries
         vocab_size=49152, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=4,
         num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,

@@ -80,6 +80,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "perplexity": results.perplexity,
     "encoders beside others": results.encoders,
     "ranking beside others": results.ranking,
+    "prompts beside transformers": results.prompts,
     "perplexity of the built-in model": results.perplexity_of_builtin,
     "perplexity in words": results.perplexity_in_words,
     "perplexity of gguf": results.perplexity_of_gguf,

@@ -478,6 +478,19 @@ def _encoding(result: str, unit: str, told: str, rate: str, number: str) -> str:
         for row in rows if row["engine"] == "slotwise"])
 
 
+def prompts() -> str:
+    """Returns prompts of models with states, beside transformers and their bounds."""
+    def row(found: Row) -> tuple[str, ...]:
+        ours, theirs = (median(found["seconds"][engine]) for engine in ("slotwise", "transformers"))
+        pairs = zip(found["seconds"]["slotwise"], found["bound"], strict=True)
+        over = median([taken / bound for taken, bound in pairs])
+        return (found["model"], found["dtype"], f"{found['tokens']:,}", *(
+            f"{found['tokens'] / seconds:,.0f}" for seconds in (ours, theirs)), f"{theirs / ours:.2f}×", f"{over:.2f}×")
+
+    return table(("model", "type", "tokens>", "Slotwise, tokens/s>", "transformers>", "ratio>", "time over the bound>"),
+                 [row(found) for found in load("prompts-cpu")["prompts"]])
+
+
 def perplexity() -> str:
     """Returns what the types of weights and of cache cost a real model, and what OpenVINO's cost it."""
     found = load("perplexity-cpu")

@@ -116,6 +116,12 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_mem_blocks": 2, "adapter_rank": 8, "use_shared_attention_adapter": True, "use_mem_rope": True,
         "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 6, "mamba_expand": 1, "num_key_value_heads": 4,
         "head_dim": ..., "initializer_range": 0.1}),
+    "jetmoe": ("JetMoe", {
+        "num_attention_heads": ..., "head_dim": ..., "kv_channels": 24, "num_local_experts": 6,
+        "num_experts_per_tok": 2}),
+    "zamba": ("Zamba", {
+        "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid"],
+        "n_mamba_heads": 2, "mamba_d_state": 6, "mamba_expand": 1, "head_dim": ..., "initializer_range": 0.1}),
     "lfm3": ("Lfm3", {
         "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
         "sliding_window": 48, "tie_word_embeddings": False, "rms_norm_eps": ..., "norm_eps": 1e-5}),
@@ -317,13 +323,14 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm_roberta_decoder": ("XLMRoberta", ROBERTA),
     "camembert_decoder": ("Camembert", ROBERTA),
     "data2vec": ("Data2VecText", ROBERTA),
+    "roberta_prelayernorm": ("RobertaPreLayerNorm", ROBERTA | {"num_hidden_layers": 2}),
     "xlm_roberta_xl": ("XLMRobertaXL", ROBERTA | {"initializer_range": 0.8}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),
 }  # fmt: skip
 
 RECURRENT = (  # families whose states no ranks divide
-    "olmo_hybrid", "kimi_linear", "zamba2", "lfm3", "minimax",
+    "olmo_hybrid", "kimi_linear", "zamba", "zamba2", "lfm3", "minimax",
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h_moe", "falcon_h1")
 
@@ -342,10 +349,10 @@ ALIKE = {
     "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m", "ernie": "opt_350m",
     "bert_decoder": "opt_350m", "bert_generation": "opt_350m", "megatron_bert": "gpt2", "roberta_decoder": "opt_350m",
     "xlm_roberta_decoder": "opt_350m", "camembert_decoder": "opt_350m", "data2vec": "opt_350m",
-    "xlm_roberta_xl": "gpt2",
+    "roberta_prelayernorm": "gpt2", "xlm_roberta_xl": "gpt2",
     "cohere2_moe": "cohere2", "dbrx": "qwen3_moe", "olmo_hybrid": "qwen3_next", "laguna": "afmoe",
     "apertus1p5": "apertus", "cohere_compass": "cohere2", "lfm3": "lfm2",
-    "zamba2": "falcon_h1",
+    "zamba": "falcon_h1", "zamba2": "falcon_h1",
 }  # fmt: skip
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
@@ -381,7 +388,7 @@ layers share) and in how positions are encoded (rotation, table or bias)."""
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "mimo_v2", "flint", "bloom", "mpt",
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt", "megatron-bert", '"mpnet"')
 """In configs of models whose attention torch's own does not compute."""
-COUNTED = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl")
+COUNTED = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl")
 """Types of models whose positions start at 0 in `generate`, and after the padding token's in `forward`."""
 UNPADDED = ("llama4_text", "bert-generation")  # types of models whose tokens depend on padding
 UNSCALED = ("Gemma3n", "Gemma4", "Gemma4Unified")

@@ -55,6 +55,7 @@ from slotwise.compute.model.families import (
     hy_v3,
     hyperclovax,
     jamba,
+    jetmoe,
     kimi_linear,
     kolibri1,
     laguna,
@@ -95,6 +96,7 @@ from slotwise.compute.model.families import (
     stablelm,
     starcoder2,
     xglm,
+    zamba,
     zamba2,
 )
 from slotwise.compute.model.fields import Fields
@@ -103,6 +105,7 @@ from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.names import encoder_of, with_head
 from slotwise.compute.model.network import Network
+from slotwise.compute.model.quantization.quantization_methods import FIELD as QUANTIZATION
 from slotwise.compute.model.unserved_families import UNSERVED
 from slotwise.errors import CheckpointError
 
@@ -114,6 +117,7 @@ class Family(NamedTuple):
     compose: Callable[[ModelConfig, WeightSource], Network]
     model_types: tuple[str, ...] = ()  # that a config may name; transformers chooses its class by them; (): any
     transposed: tuple[str, ...] = ()  # ends of the names of products that checkpoints store as [inputs, outputs]
+    methods: tuple[str, ...] = ()  # of quantization, that no checkpoint of another family uses
 
 
 FAMILIES: dict[str, Family] = {
@@ -184,9 +188,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
     "OlmoHybridForCausalLM": Family(olmo_hybrid.configure, olmo_hybrid.compose, ("olmo_hybrid",)),
     "KimiLinearForCausalLM": Family(kimi_linear.configure, kimi_linear.compose, ("kimi_linear",)),
+    "ZambaForCausalLM": Family(zamba.configure, zamba.compose, ("zamba",)),
     "Zamba2ForCausalLM": Family(zamba2.configure, zamba2.compose, ("zamba2",)),
     "Lfm3ForCausalLM": Family(lfm3.configure, lfm3.compose, ("lfm3",)),
     "Lfm2MoeForCausalLM": Family(lfm2_moe.configure, lfm2_moe.compose, ("lfm2_moe",)),
+    "JetMoeForCausalLM": Family(jetmoe.configure, jetmoe.compose, ("jetmoe",)),
     "JambaForCausalLM": Family(jamba.configure, jamba.compose, ("jamba",)),
     "NemotronHForCausalLM": Family(nemotron_h.configure, nemotron_h.compose, ("nemotron_h",)),
     "FalconH1ForCausalLM": Family(falcon_h1.configure, falcon_h1.compose, ("falcon_h1",)),
@@ -205,7 +211,7 @@ FAMILIES: dict[str, Family] = {
     "AXK1ForCausalLM": Family(axk1.configure, axk1.compose, ("axk1",)),
     "YoutuForCausalLM": Family(deepseek.configure_youtu, deepseek.compose, ("youtu",)),
     "MiniCPM3ForCausalLM": Family(minicpm3.configure, deepseek.compose, ("minicpm3",)),
-    "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
+    "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",), methods=("mxfp4",)),
     "Glm4MoeForCausalLM": Family(glm4_moe.configure, glm4_moe.compose, ("glm4_moe",)),
     "Dots1ForCausalLM": Family(dots1.configure, glm4_moe.compose, ("dots1",)),
     "SolarOpenForCausalLM": Family(solar_open.configure, glm4_moe.compose, ("solar_open",)),
@@ -242,6 +248,7 @@ FAMILIES: dict[str, Family] = {
            ("XLMRobertaForCausalLM", bert_decoder.BERT, "xlm-roberta"),
            ("CamembertForCausalLM", bert_decoder.BERT, "camembert"),
            ("Data2VecTextForCausalLM", bert_decoder.BERT, "data2vec-text"),
+           ("RobertaPreLayerNormForCausalLM", bert_decoder.PRE_NORM, "roberta-prelayernorm"),
            ("XLMRobertaXLForCausalLM", bert_decoder.XL, "xlm-roberta-xl"))},
     "OPTForCausalLM": Family(opt.configure, opt.compose, ("opt",)),
     "GPTNeoXJapaneseForCausalLM": Family(
@@ -282,7 +289,7 @@ ENCODERS: dict[str, Family] = {
 def configure(fields: Fields) -> ModelConfig:
     """The model a config.json describes.
 
-    Raises CheckpointError for unsupported architectures, and for a model_type of another one.
+    Raises CheckpointError for unsupported architectures, and for a model_type or a quantization of another one.
     """
     named = next(iter(fields.texts("architectures")), "none")
     architecture, families = with_head(named), FAMILIES
@@ -296,6 +303,11 @@ def configure(fields: Fields) -> ModelConfig:
     if family.model_types and fields.has("model_type") and fields.text("model_type") not in family.model_types:
         raise fields.error("model_type", f"must be {' or '.join(family.model_types)} with architecture "
                            f"{architecture}, not {fields.text('model_type')!r:.40}")
+    quantized = fields.section(QUANTIZATION)
+    method = quantized.text("quant_method", default="")
+    owners = [name for name, each in FAMILIES.items() if method in each.methods]
+    if owners and architecture not in owners:
+        raise quantized.error("quant_method", f"{method} is that of {owners[0]} only")
     config = replace(family.configure(fields), architecture=architecture)
     return config if fields.flag("is_causal", default=not fields.is_null("is_causal")) else _of_both_sides(
         fields, config)

@@ -48,7 +48,7 @@ _SCHEMES: dict[str, dict[str, str]] = {  # by what stands before them: parts of 
     "backbone": _MAMBA,
     **dict.fromkeys((
         "bert", "roberta", "electra", "distilbert", "nomic_bert", "gte", "ernie", "mpnet", "albert"), _BERT),
-    "data2vec_text": _BERT,
+    "data2vec_text": _BERT, "roberta_prelayernorm": _BERT | {"LayerNorm": _NORM},
     MODEL: _MAMBA | _BERT | {"final_layernorm": _NORM, "layer_norm": _NORM, "embedding_norm": _NORM},
     "": {**_GPT2, **_BERT, "norm_f": _NORM, "layers": _LAYERS, "embed_tokens": _EMBEDDING, "norm": _NORM,
          "embed_in": _EMBEDDING, "final_layer_norm": _NORM, "embed_out": HEAD, "output_projection": HEAD,

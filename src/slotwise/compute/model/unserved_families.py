@@ -27,7 +27,6 @@ DECODERS: Mapping[str, str] = {
     "Inkling2ForCausalLM": "biases of scores that each token computes for its distances, and residuals by attention",
     "Inkling2LoopForCausalLM": "layers that run several times, and biases of scores that each token computes",
     "InklingForCausalLM": "biases of scores that each token computes for its distances",
-    "JetMoeForCausalLM": "a mixture of heads (experts of queries and outputs)",
     "LaraMiniForCausalLM": "windows and recurrent states in one model",
     "LongcatFlashForCausalLM": "two attentions in a layer, around experts of which some return their input",
     "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
@@ -37,7 +36,6 @@ DECODERS: Mapping[str, str] = {
     "RwkvForCausalLM": "RWKV's recurrence (WKV)",
     "XLMWithLMHeadModel": "an embedding of languages next to that of tokens",
     "XLNetLMHeadModel": "two streams of attention over permuted tokens",
-    "ZambaForCausalLM": "Mamba's layer in heads, each with steps and products of its own",
     "ZayaForCausalLM": "attention in a compressed, convolved space, and routers with memory of earlier layers",
     "xLSTMForCausalLM": "the recurrence of xLSTM (matrix memories)",
 }
@@ -49,7 +47,6 @@ ENCODERS_AS_DECODERS: Mapping[str, str] = {
     "ModernBertDecoderForCausalLM": f"windows that look back only, and {HEAD_OF_BERT}",
     "RemBertForCausalLM": f"an embedding and a head of different sizes, and {HEAD_OF_BERT}",
     "RoCBertForCausalLM": "embeddings of a character's shape and sound",
-    "RobertaPreLayerNormForCausalLM": f"norms before attention and MLP, and {HEAD_OF_BERT}",
     "RoFormerForCausalLM": f"an embedding that is projected, and {HEAD_OF_BERT}",
     "XmodForCausalLM": "an adapter for each language in every layer",
 }

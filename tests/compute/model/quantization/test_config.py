@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support import quantized_checkpoints as quantized
 
+from slotwise.compute.model.family_table import configure
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.quantization.quantization_methods import METHODS, read_quantization
 from slotwise.compute.model.quantization.scheme import Quantization, Scheme
@@ -63,9 +64,10 @@ def test_other_methods_are_refused_by_name(method: str) -> None:
 
 
 def test_mxfp4_is_a_method_of_gpt_oss_only() -> None:
-    assert "mxfp4 is that of the experts of GptOssForCausalLM" in told({"quant_method": "mxfp4"})
-    fields = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
-    quantization = read_quantization(Fields(fields, "config.json"))
+    fields = {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(CheckpointError, match="quant_method mxfp4 is that of GptOssForCausalLM only"):
+        configure(Fields(fields, "config.json"))
+    quantization = read_quantization(Fields(fields | {"architectures": ["GptOssForCausalLM"]}, "config.json"))
     assert quantization is not None and quantization.scheme(UP) is None
 
 

@@ -4,8 +4,9 @@ token attends to earlier ones, and hidden states pass a product and a norm befor
     h = norm(h + attention(h)),  h = norm(h + down(gelu(up(h))))
     logits = head(norm(gelu(dense(h)))) + bias
 
-Megatron-BERT (Shoeybi et al., 2019) and XLM-R XL (Goyal et al., 2021) norm the inputs of attention and MLP, as GPT-2
-does.  In RoBERTa (Liu et al., 2019) and its descendants, the first position is the row after that of the padding token.
+Megatron-BERT (Shoeybi et al., 2019), XLM-R XL (Goyal et al., 2021) and RoBERTa-PreLayerNorm (Ott et al., "fairseq",
+2019) norm the inputs of attention and MLP, as GPT-2 does.  In RoBERTa (Liu et al., 2019) and its descendants, the first
+position is the row after that of the padding token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class DecoderOptions:
     """What a family of this shape does in its own way."""
 
     parts: Parts
-    norms_sums: bool = True  # and the embedding; else what is added
+    norms_sums: bool = True  # else what is added
+    norms_embedding: bool = True
     offset: int = 0  # rows of the table of positions before the first position
     has_types: bool = True  # of tokens, all of which are of the first type
     has_transform: bool = True  # between the last layer and the head
@@ -41,7 +43,10 @@ class DecoderOptions:
 BERT = DecoderOptions(Parts(
     "attention.output.LayerNorm", "attention", "output.LayerNorm", "intermediate.dense", "output.dense"))
 GENERATION = replace(BERT, has_types=False, has_transform=False)
-MEGATRON = replace(BERT, norms_sums=False, parts=BERT.parts._replace(attention_norm="attention.ln", mlp_norm="ln"))
+PRE_NORM = replace(BERT, norms_sums=False, parts=BERT.parts._replace(
+    attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm"))
+MEGATRON = replace(PRE_NORM, norms_embedding=False, parts=BERT.parts._replace(
+    attention_norm="attention.ln", mlp_norm="ln"))
 XL = replace(MEGATRON, parts=BERT.parts._replace(attention_norm="attention.self_attn_layer_norm", mlp_norm="LayerNorm"))
 
 
@@ -75,7 +80,7 @@ def compose(config: ModelConfig, source: WeightSource) -> Network:
     transform = functools.partial(HeadTransform, size=config.hidden_size, activation=config.activation, norms=norms)
     ends = replace(
         table_ends(config, options.offset), token_types=config.token_types, head_bias=True,
-        norm=norms if options.norms_sums else None, transform=transform if options.has_transform else None)
+        norm=norms if options.norms_embedding else None, transform=transform if options.has_transform else None)
     layer = functools.partial(
         SumNormLayer if options.norms_sums else ClassicLayer, config, source, options=OPTIONS, norms=norms,
         parts=options.parts)

@@ -212,9 +212,9 @@ def _joined(x: Tensor, original: Tensor) -> Tensor:
 
 
 class CalledState:
-    """A layer with a state over the sum of hidden states and what a call of a block makes of them."""
+    """A layer with a state over the sum of hidden states and what a call of a block makes of them, also Zamba's."""
 
-    def __init__(self, source: WeightSource, call: BlockCall, norm: RMSNorm, state: Mamba2) -> None:
+    def __init__(self, source: WeightSource, call: TokenMixer, norm: RMSNorm, state: TokenMixer) -> None:
         self.ropes = call.ropes
         self._kernels, self._call, self._norm, self._state = source.kernels, call, norm, state
         self.bytes = call.bytes + norm.bytes + state.bytes

@@ -25,7 +25,6 @@ from slotwise.errors import CheckpointError
 METHODS: dict[str, Callable[[Fields, Spellings], Quantization]] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": CompressedTensors, "fp8": FP8, "bitsandbytes": BitsAndBytes,
     "mxfp4": MXFP4, "bitnet": BitNet}
-GPT_OSS = ("GptOssForCausalLM",)
 FIELD = "quantization_config"
 
 
@@ -42,8 +41,6 @@ def read_quantization(config: Fields) -> Quantization | None:
     if method not in METHODS:
         raise fields.error("quant_method", f"must be one of {', '.join(METHODS)}, not {method!r:.40}: "
                            "serve the checkpoint that it was made from")
-    if method == "mxfp4" and config.texts("architectures")[:1] != GPT_OSS:
-        raise fields.error("quant_method", f"mxfp4 is that of the experts of {GPT_OSS[0]}")
     return METHODS[method](fields, spellings((config.texts("architectures") or ("",))[0]))
 
 

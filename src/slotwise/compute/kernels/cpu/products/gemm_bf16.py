@@ -4,7 +4,8 @@
 
 One instruction (`vdpbf16ps`, AVX-512 BF16) adds the products of a pair to 16 sums; every sum stays in a register while
 the depth runs, in the same order for any number of rows.  So a row's result does not depend on the other rows, bit for
-bit.  Bias, the gate and rounding are applied to the sums in registers.
+bit.  Bias, the gate and rounding are applied to the sums in registers.  In float32 (`linear_fp32.py`) one input takes
+the place of a pair.
 
 `linear_bf16.py` packs both operands:
 
@@ -27,6 +28,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     Loop,
     behind,
     call,
+    fma,
     number,
     prefetch,
     read,
@@ -73,44 +75,50 @@ class Bf16Panel(NamedTuple):
 
 
 def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
+    if left.type == FLOATS:
+        return fma(builder, left, right, sums)
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, left, right)
 
 
 def dot_pairs(
     builder: ir.IRBuilder, column: ir.Value, line: ir.Value, sums: Sequence[ir.Value], vectors: int,
+    kind: ElementType = types.uint16,
 ) -> list[ir.Value]:
-    """`sums`, so many vectors a row, plus the products of a pair of inputs: of a line and the rows of a strip."""
-    weights = [read(builder, behind(builder, line, v * 64), _BRAINS, 4) for v in range(vectors)]
+    """`sums`, so many vectors a row, plus the products of a pair of inputs: of a line and the rows of a strip.
+
+    In float32 it is one input.
+    """
+    vector = FLOATS if kind == types.float32 else _BRAINS
+    weights = [read(builder, behind(builder, line, v * 64), vector, 4) for v in range(vectors)]
     results = []
     for row in range(len(sums) // vectors):
         pair = read(builder, behind(builder, column, row * STRIP_ROW_BYTES), WORD, 4)
-        factor = builder.bitcast(spread(builder, pair, _WORDS), _BRAINS)
+        factor = builder.bitcast(spread(builder, pair, _WORDS), vector)
         results += [_dot(builder, sums[vectors * row + v], factor, weights[v]) for v in range(vectors)]
     return results
 
 
-def _add_strip(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, sums: list[ir.Value]) -> list[ir.Value]:
+def _add_strip(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value], kind: ElementType) -> list[ir.Value]:
     """The addresses after a strip, then two vectors of sums per row."""
     turns = Loop(builder, number(STRIP_PAIRS), 1, [panel.x, panel.weights, panel.asked, *sums])
     column, line, asked, *sums = turns.values
     prefetch(builder, asked)
     prefetch(builder, builder.add(asked, builder.lshr(panel.step, number(1))))
-    results = dot_pairs(builder, column, line, sums, 2)
+    results = dot_pairs(builder, column, line, sums, 2, kind)
     return turns.close([behind(builder, column, 4), behind(builder, line, LINE_BYTES),
                         builder.add(asked, panel.step), *results])
 
 
-def _add_all(builder: ir.IRBuilder, rows: int, panel: Bf16Panel) -> list[ir.Value]:
+def _add_all(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, kind: ElementType) -> list[ir.Value]:
     """Two vectors of sums per row."""
     nothing = no_sums(2 * rows)
     strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *nothing])
     x, weights, asked, *sums = strips.values
-    _, weights, asked, *sums = _add_strip(
-        builder, rows, panel._replace(x=x, weights=weights, asked=asked), sums)
+    _, weights, asked, *sums = _add_strip(builder, panel._replace(x=x, weights=weights, asked=asked), sums, kind)
     return strips.close([builder.add(x, panel.strip_bytes), weights, asked, *sums])[3:]
 
 
-def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value]) -> None:
+def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value], kind: ElementType) -> None:
     bias = read_floats(builder, panel.bias, 2)
 
     def of_form(kind: ElementType, *, is_gated: bool) -> None:
@@ -120,10 +128,13 @@ def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value]) -> No
             finish_row(builder, results, target, kind, is_gated=is_gated)
             target = builder.add(target, panel.stride)
 
-    for_each_form(builder, panel.form, types.uint16, of_form)
+    for_each_form(builder, panel.form, kind, of_form)
 
 
-def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
-    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of results."""
+def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel, kind: ElementType = types.uint16) -> None:
+    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of results.
+
+    Rows, weights and results have the type `kind`, but those of the form WIDE.
+    """
     switch(builder, height, range(1, TALLEST + 1),
-           lambda rows: _finish(builder, panel, _add_all(builder, rows, panel)))
+           lambda rows: _finish(builder, panel, _add_all(builder, rows, panel, kind), kind))

@@ -20,6 +20,7 @@ from slotwise.compute.kernels.cpu.products import (
     linear_blocks,
     linear_fp8,
     linear_fp16,
+    linear_fp32,
     onednn,
     paths,
 )
@@ -116,6 +117,8 @@ class Packing:
             layouts = {block_layout.layout_of(format) for format in (self._format, HEAD)}
             return [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantized))
                     for layout in sorted(layouts)]
+        if kind == torch.float32 and linear_fp32.has_fp32_gemm():
+            return [linear_fp32.PRODUCT.code]
         return {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
@@ -234,6 +237,8 @@ class Packing:
     def _own(self, weight: Tensor) -> Callable[..., Linear] | None:
         """The function that packs `weight` for products that may be gated; None if its path has no such function."""
         path = self._path_of(weight.dtype)
+        if weight.dtype == torch.float32 and linear_fp32.has_fp32_gemm():
+            return linear_fp32.fp32_linear
         if path in linear_bf16.PRODUCT:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None

@@ -1,7 +1,7 @@
 """The paths of products with weights on a CPU: what each needs, and which one is used.
 
     weights      path       products
-    float32      float32    in float32 (`gemm.py`)
+    float32      float32    in float32 (`linear_fp32.py`: AVX-512; else `gemm.py`)
     bfloat16     amx        of tiles (`linear_bf16.py`): AMX
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
                  bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16

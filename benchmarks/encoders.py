@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +227,20 @@ class Worker:
         return json.loads(line)
 
 
-def measure(model: str, task: str, peer_python: str, rounds: int) -> list[dict[str, Any]]:
-    """Returns a row for each load and engine."""
+def measure(
+    model: str, task: str, peer_python: str, rounds: int, loads: Sequence[str],
+) -> Iterator[list[dict[str, Any]]]:
+    """Yields for each load a row of every engine."""
     from slotwise.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model)
     workers = {engine: Worker(sys.executable if engine == SLOTWISE else peer_python, engine, model, task)
                for engine in ENGINES}
-    rows = []
     try:
         for load, inputs in inputs_of(task).items():
+            if loads and load not in loads:
+                continue
+            rows = []
             lengths = [len(tokenizer.encode(one) if isinstance(one, str) else tokenizer.encode_pair(*one))
                        for one in inputs]
             seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
@@ -257,10 +261,22 @@ def measure(model: str, task: str, peer_python: str, rounds: int) -> list[dict[s
                     "texts_s": len(inputs) / spent, "tokens_s": sum(lengths) / spent})
                 print(f"{load:<12}{engine:<24}{rows[-1]['texts_s']:>8,.0f} a second {rows[-1]['tokens_s']:>10,.0f} "
                       f"tokens/s  difference {off:.1e}", file=sys.stderr)
+            yield rows
     finally:
         for worker in workers.values():
             worker.close()
-    return rows
+
+
+def keep(file: Path, task: str, rows: list[dict[str, Any]]) -> None:
+    """Adds the rows of a load to a file, in place of those that it has of the same load."""
+    from slotwise.measure.bench.results import environment, write_json
+
+    of_load: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(file.read_text())["encoders"] if file.exists() else []:
+        of_load.setdefault(row["load"], []).append(row)
+    of_load[rows[0]["load"]] = rows
+    order = [load for load in inputs_of(task) if load in of_load]
+    write_json(file, {**environment(), "encoders": [row for load in order for row in of_load[load]]})
 
 
 def main() -> None:
@@ -269,22 +285,22 @@ def main() -> None:
     parser.add_argument("--task", choices=(EMBED, SCORE), default=EMBED, help="vectors of texts, or scores of pairs")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python of the other engines")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", help="file in benchmarks/results; nothing is written by default")
+    parser.add_argument("--loads", nargs="+", default=[], choices=[*LOADS, *DOCUMENTS], help="only these loads")
+    parser.add_argument("--output", help="file in benchmarks/results that gets the rows")
     parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
         work(asked.worker, asked.model, asked.task)
         return
     from slotwise.compute.model.model_registry import find
-    from slotwise.measure.bench.results import environment, write_json
 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(find(asked.model).path)
         if asked.task == SCORE:
             write_cross_encoder(model, model := Path(folder))
-        rows = measure(str(model), asked.task, asked.peer_python, asked.rounds)
-    if asked.output:
-        write_json(ROOT / "benchmarks" / "results" / asked.output, {**environment(), "encoders": rows})
+        for rows in measure(str(model), asked.task, asked.peer_python, asked.rounds, asked.loads):
+            if asked.output:
+                keep(ROOT / "benchmarks" / "results" / asked.output, asked.task, rows)
 
 
 if __name__ == "__main__":

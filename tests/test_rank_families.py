@@ -44,6 +44,7 @@ pytestmark = pytest.mark.slow
 WHOLE = [("gemma3n", "tp"), ("gemma3n", "pp"), ("gemma4", "pp"), ("bitnet", "tp"), ("diffllama", "tp"),
          ("jetmoe", "tp")]
 DOUBLED = ("falcon_h1", "zamba", "zamba2")  # with layers that have two caches, which no stages divide
+NEAR = {"roberta_prelayernorm": 2e-3}  # whose scores are so large that a softmax has one number, or nearly a tie
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
 EVERY_LAYOUT = ("llama3", "gpt_oss")  # others divide the same layers
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
@@ -89,14 +90,14 @@ def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingSpec 
             for at, prompt in enumerate(prompts(LENGTHS))]
 
 
-def assert_same(several: Played, plain: Played) -> None:
+def assert_same(several: Played, plain: Played, near: float = 1e-3) -> None:
     """Tokens and ends are, and log-probabilities as far as another order of sums leaves them alike."""
     found, expected = ({name: (one.tokens, one.reason, [entry.rank for entry in one.logprobs])
                         for name, one in played.outputs.items()} for played in (several, plain))
     assert found == expected
     for name, one in several.outputs.items():
         assert [entry.logprob for entry in one.logprobs] == pytest.approx(
-            [entry.logprob for entry in plain.outputs[name].logprobs], abs=1e-3)
+            [entry.logprob for entry in plain.outputs[name].logprobs], abs=near)
 
 
 def disturbed(played: Played) -> dict[str, list[int]]:
@@ -121,7 +122,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     for layout in LAYOUTS.values() if family in EVERY_LAYOUT else [
         LAYOUTS["tp" if (family, "pp") in WHOLE else "pp" if (family, "tp") in WHOLE else "both"]]:
         several = play(engine_of(folder, layout, speculative_config={"method": "prediction"}), adds)
-        assert_same(several, plain)
+        assert_same(several, plain, NEAR.get(family, 1e-3))
         assert several.num_drafts > several.num_right > 0
         assert any(record.preempted for record in several.records) or any(read_config(folder).windows)
         assert any(len(set(record.plan.kinds)) == 2 for record in several.records), "beside prompts, in chunks"

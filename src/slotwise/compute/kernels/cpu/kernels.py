@@ -427,7 +427,7 @@ class CpuKernels:
 
     def latent_products(self, key_up: Tensor, value_up: Tensor) -> tuple[latent.HeadWeights, latent.HeadWeights]:
         """Panels for queries times `key_up`, and for latents times `value_up`."""
-        return latent.pack(key_up.transpose(1, 2)), latent.pack(value_up)
+        return latent.pack(key_up.transpose(1, 2), self.launcher), latent.pack(value_up, self.launcher)
 
     def latent_store(
         self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache,

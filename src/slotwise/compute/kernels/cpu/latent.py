@@ -146,13 +146,13 @@ STORE = {torch.bfloat16: specialized(_store, BFLOAT16), torch.float32: specializ
 
 # Tokens that a thread takes, with one panel of one head.
 PRODUCT_ROWS = 32
-# Bytes ahead of the line of a panel that is multiplied.
-PREFETCHED = 2048
+# Bytes ahead of the line of a panel that is multiplied; a thread's next panel lies behind it.
+PREFETCHED = 8192
 
 # Arguments in words after the header.  `TURNED` numbers behind each head's input are copied behind its output.
 (
-    P_MULTIPLY, X, WEIGHTS, OUT, P_TOKENS, P_HEADS, DEPTH, OUTPUTS, TURNED, P_SCRATCH, P_SCRATCH_BYTES,
-) = range(HEADER, HEADER + 11)
+    P_MULTIPLY, X, WEIGHTS, OUT, P_TOKENS, P_HEADS, DEPTH, OUTPUTS, TURNED, P_SCRATCH, P_SCRATCH_BYTES, P_THREADS,
+) = range(HEADER, HEADER + 12)
 
 
 class HeadWeights(NamedTuple):
@@ -163,8 +163,8 @@ class HeadWeights(NamedTuple):
     depth: int
 
 
-def pack(weights: Tensor) -> HeadWeights:
-    """Packs `[heads, outputs, depth]`."""
+def pack(weights: Tensor, launcher: KernelLauncher) -> HeadWeights:
+    """Packs `[heads, outputs, depth]` into the memory of the launcher's weights."""
     heads, outputs, depth = weights.shape
     if weights.is_meta:
         return HeadWeights(weights, outputs, depth)
@@ -172,7 +172,7 @@ def pack(weights: Tensor) -> HeadWeights:
     columns[..., :outputs] = weights.transpose(1, 2)
     panels = [panel[..., stored_order(panel.shape[-1], panel.dtype)].flatten(1)
               for panel in columns.split(STRIP, dim=2)]
-    return HeadWeights(torch.cat(panels, dim=1).contiguous(), outputs, depth)
+    return HeadWeights(launcher.weights.copy(torch.cat(panels, dim=1).contiguous()), outputs, depth)
 
 
 @kernel
@@ -229,12 +229,12 @@ def _product(words: int, kind: Real, stored: Real) -> None:
     panels, tiles = (outputs + STRIP - 1) // STRIP, (tokens + PRODUCT_ROWS - 1) // PRODUCT_ROWS
     thread = fetch_add(words + THREAD_COUNTER, 1)
     scratch = load(words, P_SCRATCH, INT64) + thread * load(words, P_SCRATCH_BYTES, INT64)
-    items = heads * panels * tiles
-    item = fetch_add(words, 1)
-    while item < items:
+    items, threads = heads * panels * tiles, load(words, P_THREADS, INT64)
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
         tile, panel = item % tiles, item // tiles
         _product_item(words, panel // panels, tile * PRODUCT_ROWS, panel % panels * STRIP, scratch, kind, stored)
-        item = fetch_add(words, 1)
+        item = pop(words, thread, threads, items)
 
 
 PRODUCT = {torch.bfloat16: specialized(_product, BFLOAT16, BFLOAT16),
@@ -251,7 +251,7 @@ def multiply(launcher: KernelLauncher, x: Tensor, weights: HeadWeights, turned: 
     code, product = (PRODUCT_PAIRS, gemm.MULTIPLY_PAIRS) if has_pairs else (PRODUCT[x.dtype], gemm.MULTIPLY[x.dtype])
     launcher.give(
         product.address, x.data_ptr(), weights.panels.data_ptr(), out.data_ptr(), tokens, heads, weights.depth,
-        weights.outputs, turned, launcher.scratch(floats * launcher.threads), 4 * floats)
+        weights.outputs, turned, launcher.scratch(floats * launcher.threads), 4 * floats, launcher.threads)
     launcher.together(code)
     return out
 

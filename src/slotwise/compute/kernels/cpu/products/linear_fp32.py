@@ -53,8 +53,8 @@ gemm = cast("Callable[..., None]", intrinsic(_gemm, *[INT] * (1 + len(Bf16Panel.
 
 
 @kernel
-def pack_block(words: int, first: int, rows: int, padded: int, target: int) -> None:
-    """Pack rows `first ... first + rows` of x as strips of `padded` rows, the last strip filled up with zeros."""
+def pack_block(words: int, first: int, rows: int, strip_rows: int, target: int) -> None:
+    """Pack rows `first ... first + rows` of x as strips of `strip_rows` rows, the last strip filled up with zeros."""
     depth = load(words, DEPTH, INT64)
     whole = depth // STRIP * STRIP
     for row in range(rows):
@@ -62,7 +62,7 @@ def pack_block(words: int, first: int, rows: int, padded: int, target: int) -> N
         strip = target + row * STRIP_ROW_BYTES
         for start in range(0, whole, STRIP):
             copy_line(x + start * 4, strip)
-            strip += padded * STRIP_ROW_BYTES
+            strip += strip_rows * STRIP_ROW_BYTES
         if whole < depth:
             for i in range(STRIP):
                 store(strip, i, load(x, whole + i, FLOAT32) if whole + i < depth else ZERO, FLOAT32)
@@ -77,7 +77,7 @@ def _multiply(words: int, tile: Tile) -> None:
 
 PRODUCT = panel_product("float32_in_panels", Method(pack_block, _multiply), PanelLayout(
     columns=PANEL, unit=STRIP, steps=STRIP, line=LINE_BYTES, behind=0, tallest=gemm_bf16.TALLEST, whole=1, ahead=AHEAD,
-    block=BLOCK_BYTES, row=STRIP_ROW_BYTES, results=0, rows=RESULT_BYTES), FLOAT32)
+    block=BLOCK_BYTES, row=STRIP_ROW_BYTES, results=0, rows=RESULT_BYTES, odd=1), FLOAT32)
 
 
 def fp32_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, form: int = PLAIN) -> Linear:

@@ -323,7 +323,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm_roberta_decoder": ("XLMRoberta", ROBERTA),
     "camembert_decoder": ("Camembert", ROBERTA),
     "data2vec": ("Data2VecText", ROBERTA),
-    "roberta_prelayernorm": ("RobertaPreLayerNorm", ROBERTA),
+    "roberta_prelayernorm": ("RobertaPreLayerNorm", ROBERTA | {"num_hidden_layers": 2}),
     "xlm_roberta_xl": ("XLMRobertaXL", ROBERTA | {"initializer_range": 0.8}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),

@@ -30,7 +30,7 @@ import httpx
 
 NUM_TOKENS = 4000
 OUTPUT = 4000  # tokens of a stream
-NUM_WARM = 6  # prompts that are read beside the streams
+NUM_WARM = 5  # prompts that are read beside the streams
 PERIOD = 0.9  # seconds of each measurement, in which a prompt is read
 RESULT = Path(__file__).parent / "results" / "kv-disk-cpu.json"
 READY = re.compile(r"Ready after .* on (https?://\S+)")
@@ -116,6 +116,7 @@ def beside_streams(client: httpx.Client) -> dict[str, dict[str, float]]:
         measure("quiet", None)
         measure("warm", number)
         measure("memory", number)
+        measure("quiet", None)  # steps take longer with every token of the streams
     measure("cold", 80)
     for thread in threads:
         thread.join()

@@ -78,7 +78,7 @@ class Scale(NamedTuple):
     cache: float  # share of the different blocks that the cache has
 
 
-SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 0.125), AGENTS: Scale(4, 1 / 48, 0.125), PREFIXES: Scale(25, 1 / 8, 0.125)}
+SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 0.5), AGENTS: Scale(4, 1 / 48, 0.125), PREFIXES: Scale(25, 1 / 8, 0.125)}
 
 
 class Ask(NamedTuple):

@@ -35,8 +35,9 @@ def kv_disk() -> str:
         ("computed ÷ read", f"{cold / warm:,.1f}"),
         *[(f"gaps of four streams, {name}: p50, p99", f"{median([one['p50'] for one in some]):.1f} ms, "
            f"{median([one['p99'] for one in some]):.1f} ms")
-          for name, some in (("nothing else", quiet), ("while a prompt is read", beside), ("while one is computed",
-                                                                                         [gaps["cold"]]))],
+          for name, some in (("nothing else", quiet), ("while a prompt is read", beside),
+                             ("while one is found in memory", [gaps["memory"]]),
+                             ("while one is computed", [gaps["cold"]]))],
         ("first token beside the streams: read, computed",
          f"{median([one['first_s'] for one in beside]):,.2f} s, {gaps['cold']['first_s']:,.2f} s")]
     return table((f"{found['model']}, a prompt of {found['tokens']:,} tokens, {len(runs)} restarts, {found['date']}",

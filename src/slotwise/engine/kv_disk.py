@@ -54,10 +54,11 @@ from pathlib import Path
 
 from slotwise.core.eviction import Claim, Content, EvictionOrder, LeastRecentlyUsed, Tier, order_below
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.prefix_cache import CachedBlock, Entry
+from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry
 from slotwise.core.record import DiskNews, PrefixOnDisk, ReceivedBlocks
 from slotwise.core.request import Namespace, Request
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_time import work_of
 from slotwise.core.transfer.sender import go_last
 from slotwise.core.transfer.wire import Blocks
@@ -79,7 +80,9 @@ REST = 9.0  # sleep after each piece, as a multiple of its CPU time, while reque
 CATCH_UP = 3.0  # a writer whose queue is half full sleeps a third as long
 SECRET, SECRET_BYTES = "secret", 32
 ASSUMED_RATE = 500e6  # bytes per second of a read, until one was measured
+ASSUMED = {False: 1 / ASSUMED_RATE, True: (1 + REST) / ASSUMED_RATE}  # seconds per byte, while requests run: True
 RATE_EXPIRY = 60.0  # seconds after which a slow measured rate is forgotten
+COUNT_INTERVAL = 0.05  # seconds between two reports of counts alone
 REPORT_INTERVAL = 0.05  # seconds between two reports of a read in progress
 EXPIRY_INTERVAL = 60.0  # seconds between two removals of files that are too old
 LONGEST_PAUSE = 60.0  # seconds without writing after errors
@@ -445,14 +448,12 @@ def owner_of(salt: str) -> str:
 class _Pending:
     """A block that is to be written."""
 
-    __slots__ = ("before", "block", "cached", "is_done", "is_stale", "key", "owner")
+    __slots__ = ("block", "cached", "entry", "is_done", "is_stale")
 
-    def __init__(self, cached: CachedBlock, key: bytes, before: bytes, owner: str) -> None:
-        self.cached = cached
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.cached = cached = entry.cached[0]
         self.block = cached.block
-        self.key = key
-        self.before = before  # key of the block that it continues
-        self.owner = owner
         self.is_stale = False  # set by the engine's thread
         self.is_done = False  # set by the writer: it was written, or will not be
 
@@ -507,11 +508,13 @@ class DiskLink(KVLink):
         self._prefix = scheduler.kv.prefix
         self._new: list[Entry] = []
         self._prefix.new_entries = self._new
+        self._limits: SchedulerLimits | None = None
         self._eviction: tuple[str, float] = ("", 0.0)  # settings of the order of eviction; not set
         self._claimed: list[tuple[Content, Claim]] = []
         self._follow_order()
         self._pending: list[_Pending] = []  # which the writer may not have copied yet
-        self._to_write: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Sequence[_Pending]] = queue.SimpleQueue()  # new blocks of each step
+        self._num_put = self._num_taken = 0  # blocks, by the engine's thread and by the writer
         self._found: list[PrefixOnDisk] = []
         self._waiting: dict[int, _Reading] = {}  # by request, until their reads begin
         self._reading: dict[int, _Reading] = {}  # by request
@@ -522,8 +525,10 @@ class DiskLink(KVLink):
         self._writing = threading.Lock()  # held while a file is written
         self._dead: set[str] = set()  # salts whose prompts were removed: their blocks are not written any more
         self._counted = DiskNews()
+        self._counted_at, self._total_counted = 0.0, 0
         self._num_written = self._num_read = self._num_dropped = self._num_failed = 0
-        self._seconds_per_byte, self._measured = 1 / ASSUMED_RATE, 0.0
+        self._seconds_per_byte = dict(ASSUMED)
+        self._measured = 0.0  # when it was, in seconds, monotonic; 0: never
         self._warning = ThrottledWarning(logger)
         self._is_closed = False
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in (
@@ -571,14 +576,15 @@ class DiskLink(KVLink):
         return seconds
 
     def _seconds_to_read(self, num_blocks: int) -> float:
-        rate = self._seconds_per_byte
+        running = self._scheduler.running
+        rate = self._seconds_per_byte[bool(running)]
         if time.monotonic() - self._measured > RATE_EXPIRY:
-            rate = min(rate, 1 / ASSUMED_RATE)
+            rate = min(rate, ASSUMED[bool(running)])
         seconds = (self._num_queued + num_blocks * self._blocks.block_bytes) * rate
-        if not (running := self._scheduler.running):
+        if not running:
             return START_DELAY + seconds
         step = work_of([request.num_computed for request in running.values()], [1] * len(running))
-        return self._scheduler.times.seconds(step) + seconds * (1 + REST)  # the read begins after the next step
+        return self._scheduler.times.seconds(step) + seconds  # the read begins after the next step
 
     @property
     def num_unwritten(self) -> int:
@@ -587,12 +593,18 @@ class DiskLink(KVLink):
 
     @property
     def has_news(self) -> bool:
-        return bool(self._found or self._arrivals) or self._counts(self._counted) != self._counted
+        return bool(self._found or self._arrivals) or (
+            self._total() != self._total_counted and time.monotonic() - self._counted_at > COUNT_INTERVAL)
+
+    def _total(self) -> int:
+        return (self._num_written + self._num_read + self._num_dropped + self._num_failed
+                + self._store.num_damaged)
 
     def pop_news(self) -> News:
         found, self._found = self._found, []
         with self._lock:
             arrivals, self._arrivals = self._arrivals, {}
+        self._counted_at, self._total_counted = time.monotonic(), self._total()
         before, self._counted = self._counted, self._counts(self._counted)
         now = self._counted
         return News(disk=DiskNews(
@@ -617,7 +629,8 @@ class DiskLink(KVLink):
                 now = time.monotonic()
                 if not reading.is_over and request_id in self._scheduler.unfinished and (
                         now - reading.began >= reading.timeout):  # it took too long: not merely preempted
-                    self._measured, self._seconds_per_byte = now, (now - reading.began) / reading.num_bytes
+                    self._measured = now
+                    self._seconds_per_byte = dict.fromkeys(ASSUMED, (now - reading.began) / reading.num_bytes)
         if self._waiting:
             for request_id in [name for name in self._waiting if name not in self._scheduler.unfinished]:
                 del self._waiting[request_id]
@@ -630,11 +643,12 @@ class DiskLink(KVLink):
     def _follow_order(self) -> None:
         """Keep the store's order of eviction, and its claims, as those of the cache in memory."""
         limits, order = self._scheduler.limits, self._scheduler.kv.pool.cached
-        if limits.eviction != self._eviction:
+        if limits is not self._limits and limits.eviction != self._eviction:
             self._eviction = limits.eviction
             self._claimed.clear()
             order.claims = self._claimed
             self._store.order_by(lambda tier: order_below(limits, tier, self._prefix, self._scheduler.times))
+        self._limits = limits
         self._store.order.now = order.now
         for cached, claim in self._claimed:
             if isinstance(cached, CachedBlock) and (key := self._key_of(cached.entry)):
@@ -654,16 +668,19 @@ class DiskLink(KVLink):
         self._pending = kept
 
     def _queue_new(self) -> None:
-        for entry in self._new:
-            key = self._key_of(entry)
-            if not key or entry.salt in self._dead or self._store.has(key):
-                continue
-            if max(len(self._pending), self._to_write.qsize()) >= MAX_PENDING:  # stale ones, too, while a disk hangs
-                self._num_dropped += 1
-                continue
-            before = entry.parent.content_key if entry.parent is not None else b""
-            pending = _Pending(entry.cached[0], key, before, owner_of(Namespace.of(entry.salt).salt))
-            self._pending.append(pending)
+        new = [entry for entry in self._new if entry.cached and entry.cached[0].block != NOWHERE]  # not evicted since
+        if self._dead:
+            new = [entry for entry in new if entry.salt not in self._dead]
+        # Stale ones are counted, too, while a disk hangs.
+        room = max(0, MAX_PENDING - max(len(self._pending), self._num_put - self._num_taken))
+        if len(new) > room:
+            new = [entry for entry in new if not self._store.has(self._key_of(entry))]
+            self._num_dropped += max(0, len(new) - room)
+            new = new[:room]
+        if new:
+            pending = [*map(_Pending, new)]
+            self._pending += pending
+            self._num_put += len(pending)
             self._to_write.put(pending)
         self._new.clear()
 
@@ -680,7 +697,8 @@ class DiskLink(KVLink):
                 key = self._keys.after(key, one.tokens) if key else b""
             elif one.position == 0 and one.parent is None:  # the root of its salt
                 key = self._root(one.salt)
-            one.content_key = key
+            if key:  # an entry whose predecessor is gone may have had its key by another thread before
+                one.content_key = key
         return key
 
     def _root(self, text: str) -> bytes:
@@ -732,7 +750,7 @@ class DiskLink(KVLink):
         self._dead &= known
         self._dead |= {salt for salt in known if owner in (None, owner_of(Namespace.of(salt).salt))}
         for one in self._pending:
-            if owner in (None, one.owner):
+            if owner in (None, owner_of(Namespace.of(one.entry.salt).salt)):
                 one.is_stale = True
 
         def remove_files() -> int:
@@ -751,7 +769,7 @@ class DiskLink(KVLink):
         self.lose_memory()
         for request_id in list(self._reading):
             self._cancel(request_id)
-        self._to_write.put(None)
+        self._to_write.put(())
         self._to_read.put(None)
         for thread in self._threads:
             thread.join(JOIN_TIMEOUT)
@@ -766,37 +784,41 @@ class DiskLink(KVLink):
         buffer = bytearray(HEADER.size + self._blocks.block_bytes)
         expired_at, failures, paused_until = time.monotonic(), 0, 0.0
         while not self._is_closed:
-            try:
-                one = self._to_write.get(timeout=EXPIRY_INTERVAL)
-            except queue.Empty:
-                one = None
+            batch: Sequence[_Pending] = ()
+            with contextlib.suppress(queue.Empty):
+                batch = self._to_write.get(timeout=EXPIRY_INTERVAL)
             if time.monotonic() - expired_at > EXPIRY_INTERVAL:
                 self._store.expire()
                 expired_at = time.monotonic()
-            if one is None or one.is_stale:
-                continue
-            if self._store.has(one.key):  # another request with the same prompt wrote it
-                one.is_done = True
-                continue
-            is_behind = self._to_write.qsize() > MAX_PENDING // 2
-            rest = Resting(self._scheduler, REST / CATCH_UP if is_behind else REST)
-            if time.monotonic() < paused_until:
-                self._num_failed += 1
-                one.is_done = True
-                continue
-            self._blocks.read(one.block, memoryview(buffer)[HEADER.size:])
-            rest()
-            try:
-                with self._writing:
-                    if one.is_stale:
-                        continue
+            for one in batch:
+                self._num_taken += 1
+                if one.is_stale or self._is_closed:
+                    continue
+                key = self._key_of(one.entry)
+                if not key or self._store.has(key):  # another request with the same prompt wrote it
                     one.is_done = True
-                    self._store.write(one.key, one.owner, buffer, one.before, rest)
-                self._num_written, failures = self._num_written + 1, 0
-            except OSError as error:
-                self._num_failed, failures = self._num_failed + 1, failures + 1
-                paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
-                self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
+                    continue
+                if time.monotonic() < paused_until:
+                    self._num_failed += 1
+                    one.is_done = True
+                    continue
+                before = one.entry.parent.content_key if one.entry.parent is not None else b""
+                owner = owner_of(Namespace.of(one.entry.salt).salt)
+                is_behind = self._num_put - self._num_taken > MAX_PENDING // 2
+                rest = Resting(self._scheduler, REST / CATCH_UP if is_behind else REST)
+                self._blocks.read(one.block, memoryview(buffer)[HEADER.size:])
+                rest()
+                try:
+                    with self._writing:
+                        if one.is_stale:
+                            continue
+                        one.is_done = True
+                        self._store.write(key, owner, buffer, before, rest)
+                    self._num_written, failures = self._num_written + 1, 0
+                except OSError as error:
+                    self._num_failed, failures = self._num_failed + 1, failures + 1
+                    paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
+                    self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
 
     # -- the reader ----------------------------------------------------------------------------------------------
 
@@ -831,8 +853,9 @@ class DiskLink(KVLink):
                 self._report(reading, is_last=False)
                 reported = now
         if reading.num_arrived > first:
-            rate = (time.monotonic() - began - rest.slept) / ((reading.num_arrived - first) * self._blocks.block_bytes)
-            self._seconds_per_byte = (self._seconds_per_byte + rate) / 2 if self._measured else rate
+            rate = (time.monotonic() - began) / ((reading.num_arrived - first) * self._blocks.block_bytes)
+            rates, is_shared = self._seconds_per_byte, rest.slept > 0
+            rates[is_shared] = (rates[is_shared] + rate) / 2 if self._measured else rate
             self._measured = time.monotonic()
         self._report(reading, is_last=True, failure=failure)
 

@@ -26,7 +26,8 @@ from slotwise.compute.model.weights import BUFFERS
 from slotwise.errors import CheckpointError
 
 COMPUTED = ("xglm", "ctrl")  # whose table of positions is not in the checkpoint
-EXPERTS = re.compile(r"\.(experts|(block_sparse_moe|mlp)\.(input|output)_linear)\.(?!e_score_correction_bias)")
+EXPERTS = re.compile(r"(?<!\.self_attention)\.(experts|(block_sparse_moe|mlp)\.(input|output)_linear)\."
+                     r"(?!e_score_correction_bias)")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

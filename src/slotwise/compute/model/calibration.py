@@ -63,7 +63,7 @@ def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
     caches = [decoder.kernels.allocate_cache(CENTERED_ROWS, LENGTH, shape, config.dtype)
               for shape in decoder.layer_shapes]
     tokens = torch.randint(
-        config.vocab_size, (length, CENTERED_ROWS), generator=torch.Generator().manual_seed(SEED))
+        config.vocab_size, (length, CENTERED_ROWS), generator=_draw())
     is_alone = stage.total == decoder.group.size == 1
     with packing.centering():
         for some in [tokens] if is_alone else tokens.split(1, dim=1):  # what ranks exchange has a bound
@@ -81,6 +81,14 @@ def needed_bytes(sizes: DecoderSizes) -> int:
     return sizes.weight_bytes + ROWS * sum(caches) + sizes.workspace_bytes(ROWS, ROWS)
 
 
+def _draw() -> torch.Generator:
+    """Returns a generator that draws the same numbers at every call.
+
+    An engine's process imports torch without what torch needs to make a new one (`lazy_imports`), and copies one.
+    """
+    return torch.default_generator.clone_state().manual_seed(SEED)
+
+
 @torch.inference_mode()
 def write(decoder: Decoder, advance: Callable[[int, int], None]) -> torch.Tensor:
     """Runs the decoder over `ROWS` sequences, `[positions, ROWS]` int64, and returns them; the same at every call.
@@ -88,7 +96,7 @@ def write(decoder: Decoder, advance: Callable[[int, int], None]) -> torch.Tensor
     Their first tokens are random, and the others are sampled at temperature 1; a model that does not generate reads
     random tokens.
     """
-    config, draw = decoder.config, torch.Generator().manual_seed(SEED)
+    config, draw = decoder.config, _draw()
     length = min(LENGTH, config.max_position_embeddings)
     caches = [decoder.kernels.allocate_cache(ROWS, LENGTH, shape, config.dtype) for shape in decoder.layer_shapes]
     if not (config.is_causal and config.has_head):

@@ -352,7 +352,7 @@ ALIKE = {
     "roberta_prelayernorm": "gpt2", "xlm_roberta_xl": "gpt2",
     "cohere2_moe": "cohere2", "dbrx": "qwen3_moe", "olmo_hybrid": "qwen3_next", "laguna": "afmoe",
     "apertus1p5": "apertus", "cohere_compass": "cohere2", "lfm3": "lfm2",
-    "zamba": "falcon_h1", "zamba2": "falcon_h1", "jetmoe": "granite_moe",
+    "zamba": "falcon_h1", "zamba2": "falcon_h1",
 }  # fmt: skip
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)

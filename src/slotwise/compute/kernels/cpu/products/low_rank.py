@@ -301,7 +301,7 @@ def _expand_panel(words: int, record: int, part: int, rows: int, count: int, x: 
                 store(out + load(rows, row, INT32) * stride, i, load(target + row * step, i, BFLOAT16), BFLOAT16)
 
 
-def _add_pairs(words: int) -> None:
+def _add_by_bf16(words: int) -> None:
     runs, inputs = load(words, RUNS, INT64), load(words, INPUTS, INT64)
     room = load(words, SCRATCH, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, SCRATCH_BYTES, INT64)
     x = room + STRIPS_AT
@@ -369,7 +369,7 @@ def _pack_pairs_of_b(b: Tensor) -> Tensor:
 METHODS = {
     kind: _Method(specialized(_add, element), MULTIPLY[kind], STRIP, 1, _pack_a, pack_panels)
     for kind, element in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))}
-PAIRED = _Method(CompiledKernel(_add_pairs), None, PAIRED_STRIP, 2, _pack_pairs_of_a, _pack_pairs_of_b)
+PAIRED = _Method(CompiledKernel(_add_by_bf16), None, PAIRED_STRIP, 2, _pack_pairs_of_a, _pack_pairs_of_b)
 """The method for bfloat16 that is multiplied in pairs."""
 
 

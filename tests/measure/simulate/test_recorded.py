@@ -99,12 +99,12 @@ class FedPace:
     steps: list[StepRecord]
     at: int = 0
 
-    def step(self, work: Work) -> float:
+    def step(self, work: Work, at: float = 0.0) -> float:
         self.at += 1
         return (self.steps[self.at - 1].ended_ns - self.steps[self.at - 1].inputs.planned[0]) * 1e-9
 
-    def decode_steps(self, work: Work) -> Iterator[float]:
-        return each_step(self.step, work)
+    def decode_steps(self, work: Work, at: float = 0.0) -> Iterator[float]:
+        return each_step(self, work, at)
 
     def predicted(self, work: Work) -> float:
         raise AssertionError("the scheduler learns, as the recorded one did")

@@ -75,6 +75,22 @@ def test_a_claim_holds_in_host_memory_too_until_its_time_is_over(policy, found):
     assert served(driver, "at last", 1, 3) == 0
 
 
+@pytest.mark.parametrize("again", [{"session": "agent"}, {"retain": 15.0}])
+def test_a_claim_in_host_memory_is_not_replaced_by_a_weaker_one(again):
+    """The prompt comes back twice without its retention, and leaves the device with what is known of it then."""
+    driver = driver_of(PREDICTED, num_host_blocks=8)
+    served(driver, "kept", 1, 3, retain=1e6)
+    for turn in range(3):
+        for number in range(2):
+            served(driver, f"n{turn}{number}", 10 + 2 * turn + number, 7)
+        served(driver, f"again{turn}", 1, 3, **again)
+        driver.now += 10.0
+    driver.now += 1000.0
+    for number in range(4):
+        served(driver, f"later{number}", 20 + number, 7)
+    assert served(driver, "at last", 1, 3) == 12
+
+
 def test_what_a_tenant_claims_in_host_memory_is_its_share():
     driver = driver_of(HINTED, num_host_blocks=12, share=0.5)  # four blocks of the device and six of the host
     for name, token in (("a", 1), ("b", 2), ("c", 3)):

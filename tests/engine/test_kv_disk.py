@@ -25,12 +25,13 @@ from support.records import admitted_of, cached_of
 from support.toy import alone, in_seed, request
 
 from slotwise.core.cache_causes import FOUND, FOUND_ON_DISK
+from slotwise.core.eviction import Claim
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
-from slotwise.core.scheduler_limits import COST, EVICTION_POLICIES, LRU, OBEYING, PREDICTED
+from slotwise.core.scheduler_limits import COST, EVICTION_POLICIES, HINTED, LRU, OBEYING, PREDICTED
 from slotwise.core.step_time import work_of
 from slotwise.engine import kv_disk
-from slotwise.engine.kv_disk import HEADER, ContentKeys, DiskLink, DiskStore, owner_of, tenant_secret
+from slotwise.engine.kv_disk import HEADER, MAX_CLAIMS, ContentKeys, DiskLink, DiskStore, owner_of, tenant_secret
 from slotwise.engine.messages import UNSUBMITTED, Add
 from slotwise.measure.simulate.replay import replay
 
@@ -240,6 +241,16 @@ def test_files_go_in_the_order_of_eviction_continuations_first(make, tmp_path, p
     assert len(files_in(tmp_path)) == 40
     found = make(most=40 * 4096, policy=policy).run("again", PROMPT)
     assert found == 48 if policy in OBEYING else found < 48
+
+
+def test_a_flood_of_claims_on_blocks_that_are_never_written_drops_no_other_tenants(make):
+    store = make(policy=HINTED).store
+    for number, tenant in enumerate(["light", *["flood"] * 2 * MAX_CLAIMS]):
+        store.claim(number.to_bytes(32), Claim(1e9, 1.0, tenant, is_hint=True))
+    for number in (0, 1, 2 * MAX_CLAIMS):
+        store.write(number.to_bytes(32), owner_of(""), bytearray(HEADER.size + store.block_bytes))
+    assert {one.tenant for one in store.order._claims.values()} == {"light", "flood"}
+    assert len(store.order._claims) == 2, "the oldest of the flood is gone"
 
 
 def test_old_files_are_removed_and_never_found(make, tmp_path):

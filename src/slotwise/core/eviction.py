@@ -397,12 +397,17 @@ class Retained(Ranked):
         if covered := request.spec.retain_tokens:
             end = min(end, covered // self._price.block_size)
         for cached in self._last_blocks(request, end):
-            known = self._claims.get(cached)
-            if known is None or not known.is_hint or known.until <= until:
-                self._hint(cached, Claim(until, self._price.of(cached), tenant, is_hint=True))
+            self._claim(cached, Claim(until, self._price.of(cached), tenant, is_hint=True))
             request.num_retained = end * self._price.block_size
 
     def inherit(self, cached: Content, claim: Claim) -> None:
+        self._claim(cached, claim)
+
+    def _claim(self, cached: Content, claim: Claim) -> None:
+        """Set a claim, unless a client's is on the block already that ends later, or has not ended."""
+        known = self._claims.get(cached)
+        if known is not None and known.is_hint and known.until > (claim.until if claim.is_hint else self.now):
+            return
         if claim.is_hint:
             self._hint(cached, claim)
         else:
@@ -618,9 +623,7 @@ class PredictedReturns(Retained):
         if held > 0:
             claim = Claim(self.now + held, self.now - expected - BELOW_HINTS, tenant, is_hint=False)
             for cached in self._last_blocks(request, request.block_hashes.length):
-                known = self._claims.get(cached)
-                if known is None or not known.is_hint:
-                    self._set_claim(cached, claim)
+                self._claim(cached, claim)
 
     def _name(self, request: Request, found: Sequence[Entry]) -> str | int:
         if request.spec.session:
@@ -646,9 +649,8 @@ class PredictedReturns(Retained):
         """Evict the blocks of a sequence first: its session goes on without it."""
         for tail in sequence.tails[-1:]:
             for cached in tail.cached:
-                known = self._claims.get(cached)
-                if cached.block != NOWHERE and (known is None or not known.is_hint):
-                    self._set_claim(cached, Claim(inf, OVER, "", is_hint=False, first=sequence.first))
+                if cached.block != NOWHERE:
+                    self._claim(cached, Claim(inf, OVER, "", is_hint=False, first=sequence.first))
 
     def add(self, block: int) -> None:
         cached = self._content(block)

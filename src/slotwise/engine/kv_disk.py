@@ -45,7 +45,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf, isinf
@@ -150,7 +150,7 @@ class DiskStore:
         self._blocks: dict[int, StoredBlock] = {}  # by number
         self._numbers = itertools.count()
         self.order: EvictionOrder = LeastRecentlyUsed()  # of their numbers
-        self._claims: OrderedDict[bytes, Claim] = OrderedDict()  # on blocks that are not on disk yet
+        self._claims: dict[bytes, Claim] = {}  # on blocks that are not on disk yet
         self._num_bytes = 0
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -226,8 +226,9 @@ class DiskStore:
                 self.order.inherit(block, claim)
                 return
             self._claims[key] = claim
-            if len(self._claims) > MAX_CLAIMS:
-                self._claims.popitem(last=False)
+            if len(self._claims) > MAX_CLAIMS:  # the oldest one of the tenant that has most goes
+                (most, _), = Counter([one.tenant for one in self._claims.values()]).most_common(1)
+                del self._claims[next(name for name, one in self._claims.items() if one.tenant == most)]
 
     def read(self, key: bytes, buffer: bytearray, rest: Rest = no_rest) -> bool:
         """Read a file into `buffer`, header and block; False if it is missing or damaged, and then removed.
@@ -316,18 +317,19 @@ class DiskStore:
                 self._remove(key)
 
     def remove_all(self, owner: str | None = None) -> int:
-        """Remove the files of an owner, or all.  Returns their number.
+        """Remove the files of an owner, or all, which are no longer found or on disk when it returns.
 
-        They are no longer found as soon as the call begins, and no longer on disk when it returns.
+        Returns their number.
 
         Raises:
             OSError: some could not be removed: this process does not find them, but the next one would.
         """
-        with self._lock:
-            removed = [file for file in self._files.values() if owner in (None, file.owner)]
-            for file in removed:
-                self._take(file)
-            names = [_name(file.key, file.owner) for file in removed]
+        names = []
+        for file in [file for file in list(self._files.values()) if owner in (None, file.owner)]:
+            with self._lock:  # for one at a time: the engine's thread may wait for it
+                if self._files.get(file.key) is file:
+                    self._take(file)
+                    names.append(_name(file.key, file.owner))
         failures = [error for name in names if (error := self._unlink(name)) is not None]
         if failures:
             raise OSError(failures[0].errno, f"{len(failures)} of {len(names)} blocks stay on disk: "

@@ -37,7 +37,7 @@ def test_what_is_forbidden_would_show():
 
 
 SERVER = ("llguidance", "msgspec", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "rich",
-          "aiohttp")
+          "aiohttp", "blake3")
 
 GENERATE = """
 import sys

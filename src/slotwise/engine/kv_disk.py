@@ -66,8 +66,8 @@ from slotwise.engine.kv_link import KVLink, News
 from slotwise.errors import ThrottledWarning, described
 from slotwise.platform import files
 
-MAGIC = b"SWKVDSK1"
-HEADER = struct.Struct("<8sQ32s32s")  # magic, bytes of the block, content key, SHA-256 of the block
+MAGIC = b"SWKVDSK2"
+HEADER = struct.Struct("<8sQ32s32s")  # magic, bytes of the block, content key, BLAKE3 of the block
 KEY_BYTES, OWNER_BYTES = 32, 8
 NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-([0-9a-f]{{{2 * OWNER_BYTES}}})\.kv")
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
@@ -138,6 +138,9 @@ class DiskStore:
 
     def __init__(self, folder: Path, block_bytes: int, most_bytes: int, max_age: float,
                  clock: Callable[[], float] = time.time) -> None:
+        from blake3 import blake3  # an engine without blocks on disk runs where this package is missing
+
+        self._blake3 = blake3
         make_folder(folder)
         if _on_disk(HEADER.size + block_bytes) > most_bytes:
             raise OSError(errno.EFBIG, f"{most_bytes:,} bytes are fewer than those of one block, "
@@ -262,7 +265,7 @@ class DiskStore:
                 return False
             with contextlib.suppress(OSError):  # a read-only disk
                 os.utime(descriptor, ns=(time.time_ns(), about.st_mtime_ns))  # the order of use, for the next process
-            view, at, digest = memoryview(buffer), 0, hashlib.sha256()
+            view, at, digest = memoryview(buffer), 0, self._blake3()
             while at < len(buffer):
                 if not (count := os.readv(descriptor, [view[at : at + PIECE]])):
                     return False
@@ -282,7 +285,7 @@ class DiskStore:
         Raises:
             OSError: the disk is full or read-only, or errs.
         """
-        digest, view = hashlib.sha256(), memoryview(buffer)
+        digest, view = self._blake3(), memoryview(buffer)
         for at in range(HEADER.size, len(buffer), PIECE):
             digest.update(view[at : at + PIECE])
             rest()

@@ -46,6 +46,7 @@ CONVERTED: dict[str, dict[str, Any]] = {  # fields that differ from the configs 
 }
 
 
+FUSED = ("qwen3_next", "mimo_v2")  # converted with `--fuse-qkv`: with gates, and with values smaller than keys
 HUB: dict[str, dict[str, Any]] = {  # fields of published configs that the converter reads
     "mimo_v2": {"hybrid_layer_pattern": [0, 1, 1, 0], "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4,
                 "swa_head_dim": 12, "swa_v_head_dim": 6, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
@@ -107,7 +108,8 @@ def convert(family: str, folder: Path, target: Path, llama_cpp: Path) -> Path:
     made.set_vocab = set_vocab
     try:
         with torch.inference_mode():
-            made(folder, gguf.LlamaFileType.MOSTLY_F16, target, model_name="tiny").write()
+            made(folder, gguf.LlamaFileType.MOSTLY_F16, target, model_name="tiny",
+                 fuse_qkv=family in FUSED).write()
     finally:
         made.set_vocab = named
     return target

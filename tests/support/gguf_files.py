@@ -66,11 +66,12 @@ Edit = Callable[[gguf.GGUFWriter], None]
 
 def write(
     folder: Path, path: Path, kind: str | Callable[[str], str] = "F32", *, edit: Edit = lambda writer: None,
-    parts: int = 1,
+    parts: int = 1, fuses: bool = False,
 ) -> Path:
     """Writes a checkpoint to `path`, with matrices stored as `kind` or as it says of their names, as llama.cpp does.
 
-    `edit` may add to the metadata.  With several parts `path` is a name without an end; returns the first part.
+    `edit` may add to the metadata; `fuses` as `--fuse-qkv` of the converter.  With several parts `path` is a name
+    without an end; returns the first part.
     """
     config = _usual(json.loads((folder / "config.json").read_text()))
     arch = ARCHITECTURES[config["architectures"][0]]
@@ -86,10 +87,12 @@ def write(
         add_tokenizer(writer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, hybrids.num_layers(dense.common(config)))
     tensors = dense.changed(hybrids.changed(_joined(_stacked(_absorbed(tensors, config))), config), config)
+    stored_tensors: dict[str, np.ndarray[Any, Any]] = {}
     for original, tensor in _split(tensors).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
-        numbers = _converted(arch, original, tensor, config)
+        stored_tensors[stored] = _converted(arch, original, tensor, config)
+    for stored, numbers in (_fused(stored_tensors) if fuses else stored_tensors).items():
         writer.add_tensor(stored, *_stored(
             numbers, "F32" if stored.endswith(".bias") else kind if isinstance(kind, str) else kind(stored)))
     for stored, factors in _rope_factors(config).items():
@@ -100,6 +103,16 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf")))) if parts > 1 else path
+
+
+def _fused(tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Queries, keys and values of each layer that has all three as one tensor."""
+    found = dict(tensors)
+    for name in tensors:
+        parts = [name.replace("attn_v.", f"attn_{part}.") for part in "qkv"]
+        if "attn_v." in name and all(part in tensors for part in parts):
+            found[name.replace("attn_v", "attn_qkv")] = np.concatenate([found.pop(part) for part in parts])
+    return found
 
 
 USUAL = {

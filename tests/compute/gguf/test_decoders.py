@@ -75,6 +75,17 @@ def test_a_file_computes_the_tokens_of_its_checkpoint(
     assert_alike(write(folder, tmp_path / "model.gguf"), folder, lengths)
 
 
+@pytest.mark.parametrize(("family", "kind"), [("llama_bias", "F32"), ("qwen2", "Q8_0"), ("gemma4", "F32")])
+def test_queries_keys_and_values_may_be_one_tensor(
+    family: str, kind: str, checkpoint: Callable[[str], Path], tmp_path: Path,
+) -> None:
+    """As `--fuse-qkv` of the converter writes them: with biases, interleaved, in blocks, with heads that vary."""
+    folder = checkpoint(family)
+    fused, separate = (write(folder, tmp_path / f"{fuses}.gguf", kind, fuses=fuses) for fuses in (True, False))
+    assert "blk.0.attn_qkv.weight" in {tensor.name for tensor in gguf.GGUFReader(fused).tensors}
+    assert torch.equal(logits(fused, SHORT), logits(separate, SHORT))
+
+
 @pytest.mark.parametrize(("family", "kind"), [("qwen2", "QWEN2VL"), ("qwen3", "QWEN3VL")])
 def test_the_text_part_of_a_model_for_images(
     family: str, kind: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -8,6 +8,7 @@ A key that no reader asks for must have a value that changes nothing (`check_unr
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,16 @@ from slotwise.compute.model.layers.rope import DividedRope, NoRope, YarnRope
 from slotwise.compute.model.model_config import MAX_LAYERS, ModelConfig
 from slotwise.compute.model.quantization.scheme import Scheme
 from slotwise.errors import CheckpointError
-from slotwise.platform.gguf_file import ALIGNMENT, TOKENS, TYPE, Metadata, find_special_tokens, open_model
+from slotwise.platform.gguf_file import (
+    ALIGNMENT,
+    TOKENS,
+    TYPE,
+    GGUFModel,
+    Metadata,
+    TensorEntry,
+    find_special_tokens,
+    open_model,
+)
 
 WITHOUT_EFFECT = (  # keys without effect here, whatever they say
     "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",  # where norms are RMS norms
@@ -138,8 +148,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
     Raises CheckpointError when a value is absent, malformed or contradicts another or the tensors, and for
     architectures that are not supported; the message names file and key.
     """
-    model = open_model(path)
-    architecture, keys = architecture_of(model.metadata), ArchitectureKeys(model)
+    model, architecture = open_separated(path)
+    keys = ArchitectureKeys(model)
     common = _common(keys, architecture)
     config = configure(Fields(common | architecture.more(keys, common), str(path)))
     if config.mixture is not None:
@@ -186,6 +196,59 @@ def architecture_of(metadata: Metadata) -> Architecture:
         served = [name for name, one in ARCHITECTURES.items() if one.served_as in FAMILIES]
         raise metadata.error(ARCHITECTURE, f"{name!r:.40} is not supported; these are: {', '.join(served)}")
     return found
+
+
+def open_separated(path: Path) -> tuple[GGUFModel, Architecture]:
+    """A model and its architecture, with queries, keys and values as three tensors where the family has three.
+
+    llama.cpp's converter writes them as one, `attn_qkv`, if it is told to (`--fuse-qkv`): the rows of queries, then
+    those of keys, then those of values.
+
+    Raises CheckpointError for an architecture that is not supported, and for rows that are not those of whole heads.
+    """
+    model = open_model(path)
+    architecture = architecture_of(model.metadata)
+    own = architecture.parts.get("attn_qkv", "")  # what the family itself has under this name
+    of_states = own.startswith("linear_attn.")  # only in layers with a state; queries of the others have gates
+    if own and not of_states:
+        return model, architecture
+    keys, tensors = ArchitectureKeys(model), dict(model.tensors)
+    for name, (file, entry) in model.tensors.items():
+        fused = _FUSED.fullmatch(name)
+        if fused is None or (of_states and f"blk.{fused['layer']}.attn_output.weight" not in model.tensors):
+            continue
+        shares = _shares_of_heads(keys, int(fused["layer"]), 2 if of_states else 1)
+        (rows, *others), size, first = entry.shape, entry.end - entry.start, 0
+        if rows % sum(shares):
+            raise CheckpointError(f"{file}: tensor {name} has {rows} rows, which are not those of whole heads of "
+                                  "queries, keys and values")
+        del tensors[name]
+        for part, share in zip(("attn_q", "attn_k", "attn_v"), shares, strict=True):
+            one, end = f"blk.{fused['layer']}.{part}.{fused['kind']}", first + rows * share // sum(shares)
+            if one in tensors:
+                raise CheckpointError(f"{file}: tensor {one} is there, and tensor {name}, which has its rows, too")
+            tensors[one] = file, TensorEntry((end - first, *others), entry.type, entry.start + size * first // rows,
+                                             entry.start + size * end // rows)
+            first = end
+    return model._replace(tensors=tensors), architecture
+
+
+_FUSED = re.compile(r"blk\.(?P<layer>\d{1,4})\.attn_qkv\.(?P<kind>weight|bias)")
+
+
+def _shares_of_heads(keys: ArchitectureKeys, layer: int, of_query: int) -> list[int]:
+    """How the rows of a layer's queries, keys and values are related; a query has `of_query` rows for one of a key."""
+    def of_layer(key: str, default: int) -> int:
+        numbers = keys.each(key)
+        return int(numbers[layer] if layer < len(numbers) else numbers[0] if numbers else default)
+
+    heads = of_layer("attention.head_count", 1)
+    kv_heads, size = of_layer("attention.head_count_kv", heads), of_layer("attention.key_length", 1)
+    rows = of_query * heads * size, kv_heads * size, kv_heads * of_layer("attention.value_length", size)
+    if min(rows) < 1:
+        raise keys.error("attention.head_count", f"must be above 0 in layer {layer}, as the number of key heads and "
+                         "their sizes: its queries, keys and values are one tensor")
+    return [each // math.gcd(*rows) for each in rows]
 
 
 def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, object]:

@@ -27,10 +27,10 @@ from slotwise.compute.model.gguf.architectures import (
     is_unread,
 )
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
-from slotwise.compute.model.gguf.gguf_config import architecture_of
+from slotwise.compute.model.gguf.gguf_config import open_separated
 from slotwise.compute.model.stored_tensors import StoredTensor, TensorSource
 from slotwise.errors import CheckpointError
-from slotwise.platform.gguf_file import Metadata, open_model
+from slotwise.platform.gguf_file import Metadata
 from slotwise.platform.gguf_file import TensorEntry as Entry
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -116,8 +116,7 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
     Raises:
         CheckpointError: a file is missing or not valid.
     """
-    model = open_model(path)
-    architecture = architecture_of(model.metadata)
+    model, architecture = open_separated(path)
     name = model.metadata.text("general.architecture")
     heads = {INTERLEAVED[0]: model.metadata.numbers(f"{name}.attention.head_count"),
              INTERLEAVED[1]: model.metadata.numbers(f"{name}.attention.head_count_kv")}

@@ -1,10 +1,14 @@
 """Times the scheduler in steady decode: `plan`, `commit` and the events of both.
 
-    python -m benchmarks.planning [--policy NAME ...] [--eviction-policy NAME] [--kv-disk] [--steps N]
+    python -m benchmarks.planning [--policy NAME ...] [--eviction-policy NAME ...] [--kv-disk] [--steps N]
 
 Prefix caching, reasons and events are on, blocks fill up in every step, the garbage collector is set as in a server.
 No model runs: it times the scheduler alone, on one core.  With `--kv-disk` it also times what the engine's thread does
 for blocks on disk; the writer, which runs beside a step's kernels in a server, catches up between two steps.
+
+The first row has first come, first served and `lru`, and blocks in memory only.  A step of each row follows in turn,
+after a pause as long as a short step, and seconds are those that the thread computes: what else the machine does, and
+the order of the rows, changes all of them alike.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product, starmap
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.commands import bar, parser_of
 from rich.console import Console
@@ -36,6 +42,8 @@ CROWDS = ((64, 0, 128.0), (256, 0, 512.0), (1024, 10_000, 2048.0))  # running, w
 SHORTEST, OUTPUT, BLOCK = 64, 4000, 64  # tokens of the shortest prompt, of an output, of a block
 LONGEST = SHORTEST + BLOCK - 1 + OUTPUT
 TENANTS = 16
+FCFS = "fcfs"
+PAUSE = 0.001  # seconds before each step
 
 
 def crowd(policy: str, running: int, waiting: int, eviction: str = LRU) -> Scheduler:
@@ -89,52 +97,77 @@ def linked(scheduler: Scheduler) -> Iterator[KVLink]:
             link.close()
 
 
-def microseconds(policy: str, running: int, waiting: int, steps: int, eviction: str = LRU, *, on_disk: bool = False,
-                 ) -> float:
-    """Returns the median time of `plan` and `commit`, and of what the engine's thread does for blocks on disk."""
-    hold_off()
-    scheduler = crowd(policy, running, waiting, eviction)
-    with linked(scheduler) if on_disk else nullcontext() as link:
-        settle()  # as a server does
-        return _median(scheduler, link, steps)
+class Arm(NamedTuple):
+    """A row of the table: what differs from the others."""
+
+    policy: str = FCFS
+    eviction: str = LRU
+    on_disk: bool = False
 
 
-def _median(scheduler: Scheduler, link: KVLink | None, steps: int) -> float:
-    took = []
-    for step in range(steps):
-        now = 1000 + step * 0.02
-        began = time.perf_counter()
+class Timed:
+    """A scheduler, and the microseconds of its steps."""
+
+    def __init__(self, scheduler: Scheduler, link: KVLink | None) -> None:
+        self._scheduler, self._link = scheduler, link
+        self.took: list[float] = []
+
+    def step(self, now: float) -> None:
+        scheduler, link = self._scheduler, self._link
+        began = time.thread_time()
         if link is not None and link.has_news:
             link.pop_news()
         plan = scheduler.schedule(now)
         if link is not None:
             link.follow(scheduler.transfers, scheduler.transfers.pop_unwanted())
             link.begin(scheduler.transfers)
-        planned = time.perf_counter()
+        planned = time.thread_time()
         outcome = result(plan)
-        computed = time.perf_counter()
+        computed = time.thread_time()
         scheduler.commit(plan, outcome, now + 0.01)
-        took.append((planned - began) + (time.perf_counter() - computed))
+        if link is not None:
+            link.follow(scheduler.transfers, scheduler.transfers.pop_unwanted())
+        self.took.append(1e6 * ((planned - began) + (time.thread_time() - computed)))
         while isinstance(link, DiskLink) and link.num_unwritten:
-            time.sleep(0.001)
-    return statistics.median(took) * 1e6
+            time.sleep(PAUSE)
+
+
+def microseconds(arms: Sequence[Arm], running: int, waiting: int, steps: int) -> list[float]:
+    """Returns, by arm, the median time of `plan` and `commit`, and of what the engine's thread does for the disk."""
+    hold_off()
+    with ExitStack() as stack:
+        timed = []
+        for arm in arms:
+            scheduler = crowd(arm.policy, running, waiting, arm.eviction)
+            timed.append(Timed(scheduler, stack.enter_context(linked(scheduler)) if arm.on_disk else None))
+        settle()  # as a server does
+        for step in range(steps):
+            for one in timed if step % 2 else reversed(timed):
+                time.sleep(PAUSE)
+                one.step(1000 + step * 0.02)
+    return [statistics.median(one.took) for one in timed]
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=["fcfs"], help="policies to time")
-    parser.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default=LRU, help="order of eviction")
+    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=[FCFS], help="policies to time")
+    parser.add_argument("--eviction-policy", nargs="*", choices=EVICTION_POLICIES, default=[LRU],
+                        help="orders of eviction to time")
     parser.add_argument("--steps", type=int, default=400, help="steps to take the median of")
     parser.add_argument("--kv-disk", action="store_true", help="blocks are also written to disk")
     asked = parser.parse_args()
+    arms = list(dict.fromkeys([Arm(), *starmap(Arm, product(
+        asked.policy, asked.eviction_policy, (False, True) if asked.kv_disk else (False,)))]))
     table = Table(title="plan + commit, microseconds a step", caption="aimed at: as many as the last row says")
-    for name in ("policy", *(f"{running:,} run, {waiting:,} wait" for running, waiting, _ in CROWDS)):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for policy in bar(asked.policy, "policies"):
-        table.add_row(policy, *(
-            f"{microseconds(policy, running, waiting, asked.steps, asked.eviction_policy, on_disk=asked.kv_disk):,.0f}"
-            for running, waiting, _ in bar(CROWDS, policy)))
-    table.add_row("at most", *(f"{most:,.0f}" for _, _, most in CROWDS))
+    for name in ("policy", "order of eviction", "blocks on disk"):
+        table.add_column(name)
+    for running, waiting, _ in CROWDS:
+        table.add_column(f"{running:,} run, {waiting:,} wait", justify="right")
+    crowds = [microseconds(arms, running, waiting, asked.steps) for running, waiting, _ in bar(CROWDS, "crowds")]
+    for arm, took in zip(arms, zip(*crowds, strict=True), strict=True):
+        table.add_row(arm.policy, arm.eviction, "yes" if arm.on_disk else "no", *(
+            f"{one:,.0f} ({one / crowd[0] - 1:+.1%})" for one, crowd in zip(took, crowds, strict=True)))
+    table.add_row("at most", "", "", *(f"{most:,.0f}" for _, _, most in CROWDS))
     Console().print(table)
 
 

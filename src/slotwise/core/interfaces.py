@@ -77,6 +77,9 @@ class Policy(Protocol):
     orders_running: bool
     """Running rows are planned in the order of `running_key`; else in the order in which they took their slots."""
 
+    ranks_once: bool
+    """The `running_key` of a request stays as it is while the request runs."""
+
     may_preempt: bool
     """A waiting request may preempt a running one: the scheduler calls `preempts`."""
 

@@ -33,13 +33,14 @@ Digest = Callable[[tuple[int, tuple[int, ...]]], int]
 class CachedBlock:
     """An entry's keys and values in one cache group: on the device, in host memory, on both or on neither."""
 
-    __slots__ = ("before", "block", "entry", "host_block")
+    __slots__ = ("before", "block", "entry", "host_block", "was_vacated")
 
     def __init__(self, entry: Entry, before: CachedBlock | None, block: int) -> None:
         self.entry = entry
         self.before = before  # of the entry before, in the same group
         self.block = block  # device block
         self.host_block = NOWHERE
+        self.was_vacated = False  # it left the device block in which it was published, and may be back in another one
 
     @property
     def position(self) -> int:
@@ -296,6 +297,7 @@ class PrefixCache:
                     self._unlink(entry)
                     for cached in entry.cached:
                         self._of_block.pop(cached.block, None)
+                        cached.was_vacated = True
                 entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks, last)
                 entry.link(self._make_root(block_hashes) if last is None else last)
                 for cached in entry.cached:
@@ -330,7 +332,7 @@ class PrefixCache:
     def vacate(self, block: int) -> CachedBlock:
         """Unmap `block`, which is about to be reallocated.  Returns what it held."""
         cached = self._of_block.pop(block)
-        cached.block = NOWHERE
+        cached.block, cached.was_vacated = NOWHERE, True
         return cached
 
     def forget(self, entry: Entry) -> None:

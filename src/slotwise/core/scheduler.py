@@ -129,6 +129,7 @@ class Scheduler:
             shares=limits.enable_prefix_caching)
         self.unfinished: dict[int, Request] = {}  # in order of arrival
         self.running: dict[int, Request] = {}  # in order of admission
+        self._rows_in_order: Sequence[Request] | None = None  # None: not known
         self.waiting = WaitingQueue(policy.lane_key)
         self.transfers = KVTransfers(
             self.kv.pinned, limits.block_size, self.unfinished, self.running, policy.lane_key,
@@ -245,7 +246,7 @@ class Scheduler:
         if limits.max_num_seqs > self.num_slots:
             raise ValueError(f"max_num_seqs is at most the {self.num_slots} slots made at the start")
         if policy is not self.policy:
-            self.policy = policy
+            self.policy, self._rows_in_order = policy, None
             self.waiting, self.transfers.incoming = WaitingQueue(policy.lane_key), WaitingQueue(policy.lane_key)
             for request in self.unfinished.values():
                 policy.arrived(request, now)
@@ -532,8 +533,11 @@ class Scheduler:
         """The running requests in the order of a plan's rows."""
         if not self.policy.orders_running:
             return tuple(self.running.values())
-        return sorted(self.running.values(),
-                      key=lambda request: (self.policy.running_key(request, now), request.arrival))
+        if self._rows_in_order is None or not self.policy.ranks_once:
+            key = self.policy.running_key
+            self._rows_in_order = tuple(sorted(
+                self.running.values(), key=lambda request: (key(request, now), request.arrival)))
+        return self._rows_in_order
 
     def _add_running(self, builder: PlanBuilder) -> None:
         """Plan all running rows but those paused or deferred, in the policy's order."""
@@ -931,6 +935,7 @@ class Scheduler:
         self.transfers.remove_holder(request)
         request.slot = heapq.heappop(self._free_slots)
         self.running[request.request_id] = request
+        self._rows_in_order = None
         request.num_at_join = len(request.tokens)
         builder.lookups.append(CacheLookup(request.request_id, self.kv.lookup(request, allocation)))
         request.start_from(self.kv.allocate(request, allocation, builder.now))
@@ -1018,6 +1023,7 @@ class Scheduler:
         self._released_slots.append(request.slot)
         request.slot = NO_SLOT_HELD
         del self.running[request.request_id]
+        self._rows_in_order = None
 
     def _lose_blocks(self, request: Request) -> None:
         """Release the blocks that a request without a slot has for the prompt that is sent to it."""

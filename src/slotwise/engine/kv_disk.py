@@ -12,11 +12,14 @@ without reading the blocks before it.  A file is written under a temporary name 
 key and a digest of the block, so a torn, damaged or foreign file is a miss.
 
 The engine's thread only looks up names in memory and appends to queues.  While a block waits in the writer's queue, its
-memory may be given to another request.  The engine then marks it stale before the plan is executed, and the writer,
-which checks the mark after copying the block, drops it:
+memory may be given to another request.  The prefix cache marks it as vacated before the plan is executed, and the
+writer, which checks the mark after copying the block, drops it:
 
-    engine   ... mark stale ──► execute the plan that overwrites the block
+    engine   ... vacate ──────► execute the plan that overwrites the block
     writer   copy ────────────► look at the mark ──► write, or drop
+
+While requests run, the writer looks for new blocks at intervals, because waking it would cost the engine's thread more
+than all else that it does for a block.
 
 `--eviction-policy` sets the order in which files are removed, too (`core/eviction.py`).  A file's name does not say
 which block continues which: that is known of prompts that this process has written or looked up.
@@ -45,12 +48,13 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf, isinf
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from slotwise.core.eviction import Claim, Content, EvictionOrder, LeastRecentlyUsed, Tier, order_below
 from slotwise.core.kv_transfers import KVTransfers
@@ -85,6 +89,7 @@ RATE_EXPIRY = 60.0  # seconds after which a slow measured rate is forgotten
 COUNT_INTERVAL = 0.05  # seconds between two reports of counts alone
 REPORT_INTERVAL = 0.05  # seconds between two reports of a read in progress
 EXPIRY_INTERVAL = 60.0  # seconds between two removals of files that are too old
+WRITER_INTERVAL = 0.01  # seconds after which the writer looks for new blocks while requests run
 LONGEST_PAUSE = 60.0  # seconds without writing after errors
 LEAST_WAIT, MOST_WAIT = 0.5, 60.0  # seconds that a request waits for blocks before it computes them
 UNKNOWN_WAIT = 10.0  # times the predicted time of a read, where that of computing is not known
@@ -450,17 +455,11 @@ def owner_of(salt: str) -> str:
     return hashlib.blake2b(salt.partition(":")[0].encode(errors="surrogatepass"), digest_size=OWNER_BYTES).hexdigest()
 
 
-class _Pending:
-    """A block that is to be written."""
+class _Published(NamedTuple):
+    """Blocks that are to be written."""
 
-    __slots__ = ("block", "cached", "entry", "is_done", "is_stale")
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.cached = cached = entry.cached[0]
-        self.block = cached.block
-        self.is_stale = False  # set by the engine's thread
-        self.is_done = False  # set by the writer: it was written, or will not be
+    generation: int  # of the memory that they are in
+    entries: Sequence[Entry]
 
 
 class _Reading:
@@ -496,6 +495,9 @@ class Resting:
         self._worked = time.thread_time()
 
 
+NOTHING = _Published(0, ())
+
+
 class DiskLink(KVLink):
     """Writes published blocks, and reads those of new requests; the engine's thread calls it.
 
@@ -511,15 +513,16 @@ class DiskLink(KVLink):
         self._digest_of = digest_of
         self._keys = ContentKeys(identity)
         self._prefix = scheduler.kv.prefix
-        self._new: list[Entry] = []
-        self._prefix.new_entries = self._new
+        self._new = self._prefix.new_entries = list[Entry]()
         self._limits: SchedulerLimits | None = None
         self._eviction: tuple[str, float] = ("", 0.0)  # settings of the order of eviction; not set
         self._claimed: list[tuple[Content, Claim]] = []
         self._follow_order()
-        self._pending: list[_Pending] = []  # which the writer may not have copied yet
-        self._to_write: queue.SimpleQueue[Sequence[_Pending]] = queue.SimpleQueue()  # new blocks of each step
+        self._to_write: deque[_Published] = deque()  # new blocks of each step
         self._num_put = self._num_taken = 0  # blocks, by the engine's thread and by the writer
+        self._generation = 0  # of the memory: blocks of an earlier one are lost
+        self._awake = threading.Event()  # the writer waits for it while nothing runs
+        self._is_parked = False  # set by the writer: it waits
         self._found: list[PrefixOnDisk] = []
         self._waiting: dict[int, _Reading] = {}  # by request, until their reads begin
         self._reading: dict[int, _Reading] = {}  # by request
@@ -531,7 +534,7 @@ class DiskLink(KVLink):
         self._dead: set[str] = set()  # salts whose prompts were removed: their blocks are not written any more
         self._counted = DiskNews()
         self._counted_at, self._total_counted = 0.0, 0
-        self._num_written = self._num_read = self._num_dropped = self._num_failed = 0
+        self._num_written = self._num_read = self._num_dropped = self._num_stale = self._num_failed = 0
         self._seconds_per_byte = dict(ASSUMED)
         self._measured = 0.0  # when it was, in seconds, monotonic; 0: never
         self._warning = ThrottledWarning(logger)
@@ -593,16 +596,16 @@ class DiskLink(KVLink):
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks that wait to be written; some of them may be dropped."""
-        return sum(not (one.is_done or one.is_stale) for one in self._pending)
+        """Blocks that wait to be written, or are being written; some of them may be dropped."""
+        return self._num_put - self._num_taken
 
     @property
     def has_news(self) -> bool:
         return bool(self._found or self._arrivals) or (
-            self._total() != self._total_counted and time.monotonic() - self._counted_at > COUNT_INTERVAL)
+            time.monotonic() - self._counted_at > COUNT_INTERVAL and self._total() != self._total_counted)
 
     def _total(self) -> int:
-        return (self._num_written + self._num_read + self._num_dropped + self._num_failed
+        return (self._num_written + self._num_read + self._num_dropped + self._num_stale + self._num_failed
                 + self._store.num_damaged)
 
     def pop_news(self) -> News:
@@ -620,13 +623,13 @@ class DiskLink(KVLink):
     def _counts(self, before: DiskNews) -> DiskNews:
         return before._replace(
             num_written=self._num_written, num_read=self._num_read,
-            num_dropped=self._num_dropped + self._num_failed, num_damaged=self._store.num_damaged,
+            num_dropped=self._num_dropped + self._num_stale + self._num_failed, num_damaged=self._store.num_damaged,
             num_bytes=self._store.num_bytes)
 
     # -- between a plan and its execution, and after it ----------------------------------------------------------
 
     def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
-        """Cancel reads of requests that no longer wait, drop blocks that will be overwritten, and queue new ones."""
+        """Cancel reads of requests that no longer wait, and queue new blocks to be written."""
         if self._reading:
             waiting = {request.request_id for request in transfers.receiving()}
             for request_id in [name for name in self._reading if name not in waiting]:
@@ -639,8 +642,6 @@ class DiskLink(KVLink):
         if self._waiting:
             for request_id in [name for name in self._waiting if name not in self._scheduler.unfinished]:
                 del self._waiting[request_id]
-        if self._pending:
-            self._drop_overwritten()
         if self._new:
             self._queue_new()
         self._follow_order()
@@ -660,34 +661,19 @@ class DiskLink(KVLink):
                 self._store.claim(key, claim)
         self._claimed.clear()
 
-    def _drop_overwritten(self) -> None:
-        prefix, kept = self._prefix, list[_Pending]()
-        for one in self._pending:
-            if one.is_done or one.is_stale:
-                continue
-            if prefix.has(one.block) and prefix.content(one.block) is one.cached:
-                kept.append(one)
-            else:
-                one.is_stale = True
-                self._num_dropped += 1
-        self._pending = kept
-
     def _queue_new(self) -> None:
-        new = [entry for entry in self._new if entry.cached and entry.cached[0].block != NOWHERE]  # not evicted since
-        if self._dead:
-            new = [entry for entry in new if entry.salt not in self._dead]
-        # Stale ones are counted, too, while a disk hangs.
-        room = max(0, MAX_PENDING - max(len(self._pending), self._num_put - self._num_taken))
+        new, self._new = self._new, []
+        self._prefix.new_entries = self._new
+        room = MAX_PENDING - self.num_unwritten
         if len(new) > room:
             new = [entry for entry in new if not self._store.has(self._key_of(entry))]
             self._num_dropped += max(0, len(new) - room)
             new = new[:room]
         if new:
-            pending = [*map(_Pending, new)]
-            self._pending += pending
-            self._num_put += len(pending)
-            self._to_write.put(pending)
-        self._new.clear()
+            self._num_put += len(new)
+            self._to_write.append(_Published(self._generation, new))
+            if self._is_parked:
+                self._awake.set()
 
     def _key_of(self, entry: Entry) -> bytes:
         """Returns the content key of an entry; b"" if it cannot be known because an entry before it is gone."""
@@ -740,10 +726,8 @@ class DiskLink(KVLink):
 
     def lose_memory(self) -> None:
         """The contents of all blocks are about to be lost; no request is unfinished."""
-        for one in self._pending:
-            one.is_stale = True
-        self._num_dropped += len(self._pending)
-        self._pending = []
+        self._generation += 1
+        self._new.clear()
 
     def remove(self, tenant: str | None = None) -> Callable[[], int]:
         """Stop writing blocks of a tenant's prompts, or of all, including those of unfinished requests.
@@ -752,14 +736,11 @@ class DiskLink(KVLink):
         """
         owner = None if tenant is None else owner_of(tenant)
         known = {*self._prefix.salts, *[one.block_hashes.salt for one in self._scheduler.requests()]}
-        self._dead &= known
-        self._dead |= {salt for salt in known if owner in (None, owner_of(Namespace.of(salt).salt))}
-        for one in self._pending:
-            if owner in (None, owner_of(Namespace.of(one.entry.salt).salt)):
-                one.is_stale = True
+        self._dead = (self._dead & known) | {
+            salt for salt in known if owner in (None, owner_of(Namespace.of(salt).salt))}
 
         def remove_files() -> int:
-            with self._writing:  # a file in progress is in the index after this, and marked blocks are not written
+            with self._writing:  # a file in progress is in the index after this, and no other one will be
                 pass
             return self._store.remove_all(owner)
 
@@ -774,7 +755,7 @@ class DiskLink(KVLink):
         self.lose_memory()
         for request_id in list(self._reading):
             self._cancel(request_id)
-        self._to_write.put(())
+        self._awake.set()
         self._to_read.put(None)
         for thread in self._threads:
             thread.join(JOIN_TIMEOUT)
@@ -789,41 +770,69 @@ class DiskLink(KVLink):
         buffer = bytearray(HEADER.size + self._blocks.block_bytes)
         expired_at, failures, paused_until = time.monotonic(), 0, 0.0
         while not self._is_closed:
-            batch: Sequence[_Pending] = ()
-            with contextlib.suppress(queue.Empty):
-                batch = self._to_write.get(timeout=EXPIRY_INTERVAL)
-            if time.monotonic() - expired_at > EXPIRY_INTERVAL:
+            self._await_blocks(expired_at + EXPIRY_INTERVAL)
+            if time.monotonic() - expired_at >= EXPIRY_INTERVAL:
                 self._store.expire()
                 expired_at = time.monotonic()
-            for one in batch:
-                self._num_taken += 1
-                if one.is_stale or self._is_closed:
-                    continue
-                key = self._key_of(one.entry)
-                if not key or self._store.has(key):  # another request with the same prompt wrote it
-                    one.is_done = True
-                    continue
-                if time.monotonic() < paused_until:
-                    self._num_failed += 1
-                    one.is_done = True
-                    continue
-                before = one.entry.parent.content_key if one.entry.parent is not None else b""
-                owner = owner_of(Namespace.of(one.entry.salt).salt)
-                is_behind = self._num_put - self._num_taken > MAX_PENDING // 2
-                rest = Resting(self._scheduler, REST / CATCH_UP if is_behind else REST)
-                self._blocks.read(one.block, memoryview(buffer)[HEADER.size:])
-                rest()
+            generation, entries = self._to_write.popleft() if self._to_write else NOTHING
+            for entry in entries:
+                if self._is_closed:
+                    return
                 try:
-                    with self._writing:
-                        if one.is_stale:
-                            continue
-                        one.is_done = True
-                        self._store.write(key, owner, buffer, before, rest)
-                    self._num_written, failures = self._num_written + 1, 0
+                    if self._write_block(entry, generation, buffer, is_paused=time.monotonic() < paused_until):
+                        failures = 0
                 except OSError as error:
                     self._num_failed, failures = self._num_failed + 1, failures + 1
                     paused_until = time.monotonic() + min(LONGEST_PAUSE, 2.0**failures)
                     self._warning.warn(f"blocks of the prefix cache are not written to disk: {described(error)}")
+                self._num_taken += 1
+
+    def _await_blocks(self, until: float) -> None:
+        """Return as soon as there are blocks to write, or at a time."""
+        while not (self._to_write or self._is_closed) and (left := until - time.monotonic()) > 0:
+            if self._scheduler.running:
+                time.sleep(WRITER_INTERVAL)
+                continue
+            self._awake.clear()
+            self._is_parked = True
+            if not (self._to_write or self._is_closed):  # else they came before the engine's thread saw that it waits
+                self._awake.wait(left)
+            self._is_parked = False
+
+    def _write_block(self, entry: Entry, generation: int, buffer: bytearray, *, is_paused: bool) -> bool:
+        """Write a published block; returns whether it was.  Raises OSError as `DiskStore.write`.
+
+        Args:
+            is_paused: it counts as one that failed.
+        """
+        if self._is_stale(entry, generation):
+            self._num_stale += 1
+            return False
+        key = self._key_of(entry)
+        if not key or self._store.has(key):  # another request with the same prompt wrote it
+            return False
+        if is_paused:
+            self._num_failed += 1
+            return False
+        parent, cached = entry.parent, entry.cached
+        rest = Resting(self._scheduler, REST / CATCH_UP if self.num_unwritten > MAX_PENDING // 2 else REST)
+        block = cached[0].block if cached else NOWHERE
+        if block != NOWHERE:
+            self._blocks.read(block, memoryview(buffer)[HEADER.size:])
+            rest()
+        with self._writing:
+            if self._is_stale(entry, generation):
+                self._num_stale += 1
+                return False
+            self._store.write(key, owner_of(Namespace.of(entry.salt).salt), buffer,
+                              parent.content_key if parent is not None else b"", rest)
+        self._num_written += 1
+        return True
+
+    def _is_stale(self, entry: Entry, generation: int) -> bool:
+        """Whether a block left the memory where it was published, or must not be written any more."""
+        cached = entry.cached  # the engine's thread may replace it meanwhile
+        return (not cached or cached[0].was_vacated or generation != self._generation or entry.salt in self._dead)
 
     # -- the reader ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from slotwise.core.request import Request
 
 class FirstComeFirstServed:
     orders_running = False
+    ranks_once = False
     may_preempt = False
     needs_step_times = False
     isolates_prefill = False

@@ -26,6 +26,7 @@ class Priority(FirstComeFirstServed):
     """
 
     orders_running = True
+    ranks_once = True
     may_preempt = True
 
     def __init__(self, ageing: float, gap: int) -> None:

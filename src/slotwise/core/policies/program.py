@@ -43,6 +43,7 @@ class LeastServedProgram(FirstComeFirstServed):
     """
 
     orders_running = True
+    ranks_once = True
 
     def __init__(self, ageing: float, quantum: float = QUANTUM, half_life: float = HALF_LIFE) -> None:
         self._ageing = ageing

@@ -79,12 +79,14 @@ PAGE = 4096  # bytes; the space that a file takes is a multiple of it
 MAX_FILES = 1 << 18  # in the index, which takes about 500 bytes for each
 MAX_CLAIMS = 256  # on blocks that are not on disk yet
 MAX_PENDING = 256  # blocks that wait to be written
-PIECE = 128 << 10  # bytes that are read, digested or written at once while requests run: a small part of a step's time
-REST = 9.0  # sleep after each piece, as a multiple of its CPU time, while requests run, which need the processor
+PIECE = 1 << 20  # bytes that are read, digested or written at once while requests run: about 0.2 ms
+REST = 19.0  # sleep after each piece, as a multiple of its CPU time, while requests run, which need the processor
 CATCH_UP = 3.0  # a writer whose queue is half full sleeps a third as long
 SECRET, SECRET_BYTES = "secret", 32
 ASSUMED_RATE = 500e6  # bytes per second of a read, until one was measured
-ASSUMED = {False: 1 / ASSUMED_RATE, True: (1 + REST) / ASSUMED_RATE}  # seconds per byte, while requests run: True
+ASSUMED_CPU_RATE = 2e9  # bytes per second of a read's CPU time
+# Seconds per byte; while requests run: True.
+ASSUMED = {False: 1 / ASSUMED_RATE, True: 1 / ASSUMED_RATE + REST / ASSUMED_CPU_RATE}
 RATE_EXPIRY = 60.0  # seconds after which a slow measured rate is forgotten
 COUNT_INTERVAL = 0.05  # seconds between two reports of counts alone
 REPORT_INTERVAL = 0.05  # seconds between two reports of a read in progress
@@ -243,7 +245,7 @@ class DiskStore:
 
         Args:
             buffer: `HEADER.size + block_bytes` long.
-            rest: called after each piece.
+            rest: called between two pieces.
         """
         file = self._files.get(key)
         if file is None or self._is_old(file):
@@ -276,7 +278,8 @@ class DiskStore:
                     return False
                 digest.update(view[max(at, HEADER.size) : at + count])
                 at += count
-                rest()
+                if at < len(buffer):
+                    rest()
         finally:
             os.close(descriptor)
         return HEADER.unpack_from(buffer) == (MAGIC, self.block_bytes, key, digest.digest())

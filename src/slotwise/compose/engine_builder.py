@@ -558,6 +558,7 @@ class Loaded:
         self._warming = warming
         self._vocabulary = vocabulary
         self._draft = draft
+        self._is_centered = False
 
     @property
     def model_config(self) -> ModelConfig:
@@ -623,9 +624,7 @@ class Loaded:
         if self._ranks is not None:
             _warm_up(decoder)
             self._ranks.allocate(limits)
-        for each in (decoder, self._draft):
-            if each is not None:
-                centered(each, limits)
+        self.center(limits)
         if self._ranks is not None:
             from slotwise.compose.ranks import LeadingExecutor  # needs msgspec
 
@@ -668,6 +667,15 @@ class Loaded:
         self._warming.finish()
         _warm_up(self._decoder)
         return self._decoder
+
+    def center(self, limits: SchedulerLimits) -> None:
+        """Centers the inputs of products where they are rounded (`calibration.center`): once, on all ranks."""
+        if self._is_centered or self._decoder.kernels.name != "cpu":
+            return
+        self._is_centered = True
+        for decoder in (self._decoder, self._draft):
+            if decoder is not None:
+                center(decoder, packing_of(decoder.kernels), limits.max_model_len, limits.max_num_seqs)
 
     def _stored_as(self, config: EngineConfig) -> str:
         """What is told of the types of weights: the checkpoint's quantization, or the one applied to it."""
@@ -807,13 +815,6 @@ def _digested(folder: Path) -> Callable[[], str]:
     digest = pool.submit(content_digest, folder)
     pool.shutdown(wait=False)
     return digest.result
-
-
-def centered(decoder: Decoder, limits: SchedulerLimits) -> Decoder:
-    """The decoder, with the inputs of its products centered, where it rounds them."""
-    if decoder.kernels.name == "cpu":
-        center(decoder, packing_of(decoder.kernels), limits.max_model_len)
-    return decoder
 
 
 def _warm_up(decoder: Decoder) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 
 from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.default_sizes import cache_groups, sized
-from slotwise.compose.engine_builder import Loaded, centered, following, load
+from slotwise.compose.engine_builder import Loaded, following, load
 from slotwise.compose.engine_process import end
 from slotwise.compose.launch import hold_off, settle
 from slotwise.compose.rank_messages import (
@@ -76,7 +76,8 @@ class Follower:
 
     def allocate(self, limits: SchedulerLimits) -> None:
         """Makes caches and slots, in place of those before."""
-        decoder = centered(self._loaded.ready(), limits)
+        decoder = self._loaded.ready()
+        self._loaded.center(limits)
         self._slots, self._runner = following(decoder, limits, cache_groups(self._config, decoder))
 
     def run(self, plan: StepPlan, known: Sequence[Known]) -> None:

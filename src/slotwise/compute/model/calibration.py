@@ -48,13 +48,14 @@ def read_calibrated(packing: Packing, read: Callable[[], Decoder], advance: Call
 
 
 @torch.inference_mode()
-def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
-    """Centers the inputs of products by those that random tokens give them (`Packing.centering`): the same each time.
+def center(decoder: Decoder, packing: Packing, max_positions: int, max_samples: int) -> None:
+    """Centers the inputs of products (`Packing.centering`) by what random tokens give them; the same at every call.
 
     All ranks of a model do so at the same time.
 
     Args:
-        max_positions: of a batch.
+        max_positions: of a sequence.
+        max_samples: rows whose logits memory is planned for.
     """
     config, stage = decoder.config, decoder.group.pipe.stage
     if config.quantization is None and not packing.quantizes:
@@ -62,8 +63,7 @@ def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
     length = min(CENTERED_LENGTH, max_positions, config.max_position_embeddings)
     caches = [decoder.kernels.allocate_cache(CENTERED_ROWS, LENGTH, shape, config.dtype)
               for shape in decoder.layer_shapes]
-    tokens = torch.randint(
-        config.vocab_size, (length, CENTERED_ROWS), generator=_draw())
+    tokens = torch.randint(config.vocab_size, (length, CENTERED_ROWS), generator=_draw())
     is_alone = stage.total == decoder.group.size == 1
     with packing.centering():
         for some in [tokens] if is_alone else tokens.split(1, dim=1):  # what ranks exchange has a bound
@@ -71,8 +71,8 @@ def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
             hidden = decoder.hidden(batch, caches)
             if stage.is_first:
                 hidden = hidden if stage.total == 1 else HeadStage(decoder).hidden(batch, [])
-                if config.has_head:
-                    decoder.logits(hidden)
+                for rows in hidden.split(max_samples) if config.has_head else ():
+                    decoder.logits(rows)
 
 
 def needed_bytes(sizes: DecoderSizes) -> int:

@@ -317,7 +317,6 @@ class BlocksProduct:
         self._starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
         self._depth, self._width = parts[0].depth, sum(part.stored for part in parts)
         self._seen: list[Tensor] | None = None  # inputs that are kept for `center`
-        self._is_centered = False
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.contiguous().view(-1, self._depth)
@@ -329,19 +328,18 @@ class BlocksProduct:
         return out if x.dim() == rows.dim() else out.view(*x.shape[:-1], self._width)
 
     def keep_inputs(self) -> None:
-        """Keep inputs until `center`, unless it has one already."""
-        if not self._is_centered:
-            self._seen = []
+        """Keep inputs until `center`."""
+        self._seen = []
 
     def center(self) -> None:
         """Quantize distances from the means of the inputs kept, if any, where that lessens the error.
 
-        Matrices of another product that is centered already keep their center.
+        Matrices that have a center already keep it: two products may share one.
         """
         seen, self._seen = self._seen, None
         if not seen:
             return
-        center, self._is_centered = center_of(torch.cat(seen), self._parts[0].layout.unit), True
+        center = center_of(torch.cat(seen), self._parts[0].layout.unit)
         if center is not None:
             for part in self._parts:
                 if not part.center.any():
@@ -355,8 +353,11 @@ LEFT = 0.8
 
 
 def center_of(rows: Tensor, unit: int) -> Tensor | None:
-    """The mean of `rows [tokens, depth]`, in their type; None where distances from it would not be much smaller."""
-    values = rows.float()
+    """The mean of `rows [tokens, depth]`, in their type; None where distances from it would not be much smaller.
+
+    Sums are float64: torch adds in an order that depends on its threads, which must not change an answer.
+    """
+    values = rows.double()
     largest_of_row = values.abs().amax(1)
     usual = values[largest_of_row <= EXCEPTION * largest_of_row.median()]
     center = usual.mean(0).to(rows.dtype)
@@ -366,7 +367,7 @@ def center_of(rows: Tensor, unit: int) -> Tensor | None:
         largest: Tensor = padded.unflatten(1, (-1, unit)).abs().amax(2)
         return largest.square().sum()
 
-    return center if squares(usual - center.float()) < LEFT * squares(usual) else None
+    return center if squares(usual - center.double()) < LEFT * squares(usual) else None
 
 
 def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher, *, is_wide: bool = False) -> BlocksProduct:

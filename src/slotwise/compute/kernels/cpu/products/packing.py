@@ -46,7 +46,7 @@ class Packing:
         self._tables = weakref.WeakKeyDictionary[QuantizedMatrix, linear_blocks.PackedBlocks]()
         self._layouts: set[block_layout.BlockLayout] = set()
         self._lookups: set[CompiledKernel] = set()
-        self._products = weakref.WeakSet[linear_blocks.BlocksProduct]()
+        self._products = weakref.WeakKeyDictionary[linear_blocks.BlocksProduct, None]()  # in the order of packing
         self._recorded: InputMoments | None = None
         self._moments: Iterator[Tensor] | None = None
 
@@ -251,7 +251,7 @@ class Packing:
     def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks], form: int = PLAIN) -> Linear:
         """The product with matrices in panels, concatenated along their outputs."""
         product = linear_blocks.blocks_linear(parts, self._launcher, is_wide=form == WIDE)
-        self._products.add(product)
+        self._products[product] = None
         return product
 
     def _stacked(self, weight: StackedMatrix, bias: Tensor | None) -> list[linear_blocks.PackedBlocks]:

@@ -187,7 +187,7 @@ class AdapterLoads:
         return number in self._loaded
 
     async def load(self, number: int, path: str, send: Callable[[LoadAdapter], None]) -> str:
-        """Returns a digest of the loaded adapter's files.
+        """Returns a digest of the loaded adapter's factors.
 
         Raises:
             AdapterError: it cannot be loaded.
@@ -366,7 +366,7 @@ class EngineClient:
         return scheduling
 
     async def load_adapter(self, number: int, path: str) -> str:
-        """Loads an adapter while steps run, under a new number.  Returns a digest of its files.
+        """Loads an adapter while steps run, under a new number.  Returns a digest of its factors.
 
         Raises:
             AdapterError: it cannot be loaded.

@@ -443,7 +443,7 @@ class ContentKeys:
         self._identity = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
 
     def root(self, salt: str, adapter: str = "") -> bytes:
-        """Returns the key before the first block; `adapter` is the digest of the adapter's files."""
+        """Returns the key before the first block; `adapter` is the digest of the adapter's factors."""
         return hashlib.blake2b(
             self._identity + repr((adapter, salt)).encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
 
@@ -507,7 +507,7 @@ class DiskLink(KVLink):
     Args:
         identity: all that determines a block's bytes except salt and tokens.
         place: called by each thread that copies blocks, before it begins.
-        digest_of: returns the digest of an adapter's files by its number; "" if the adapter is unknown.
+        digest_of: returns the digest of an adapter's factors by its number; "" if the adapter is unknown.
     """
 
     def __init__(self, store: DiskStore, blocks: Blocks, scheduler: Scheduler, identity: str,

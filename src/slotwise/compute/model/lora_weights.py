@@ -298,7 +298,7 @@ class LoraWeights:
                 raise CheckpointError(f"{folder} does not fit memory") from error
 
     def digest(self, number: int) -> str:
-        """Returns a digest of the numbers of a loaded adapter; "" if the adapter is not loaded."""
+        """Returns a digest of the factors of a loaded adapter; "" if the adapter is not loaded."""
         return self._loaded.get(number, "")
 
     def unload(self, number: int) -> None:
@@ -313,7 +313,7 @@ class LoraWeights:
     def _packed(self, folder: Path) -> tuple[list[PackedFactors | None], str]:
         """An adapter's factors of each product, and a digest of all of them.
 
-        Its files may be exchanged meanwhile, so the digest is one of the numbers that were read.
+        Its files may be replaced while they are read, so the digest is one of the factors, not of the files.
         """
         adapter = read_adapter(folder, self._most_bytes)
         left = dict(adapter.tensors)
@@ -399,7 +399,7 @@ class LoraWeights:
 
 
 def _update(digest: hashlib._Hash, factors: LowRank | None) -> None:
-    """Add what an adapter adds to a product to a digest."""
+    """Updates a digest with an adapter's factors of a product."""
     tensors = [] if factors is None else [
         *(tensor for part in factors.parts for tensor in (part.a, part.b)),
         *([] if factors.bias is None else [factors.bias])]

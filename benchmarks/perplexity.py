@@ -161,7 +161,7 @@ def as_served(kernels: Kernels, read: Callable[[], Decoder]) -> Decoder:
     """A model as an engine reads it: calibrated, if its format gains from that, and centered."""
     packing = packing_of(kernels)
     decoder = read_calibrated(packing, read, lambda done, total: None) if packing.compensates else read()
-    center(decoder, packing, WINDOW, WINDOW)
+    center(decoder, packing, WINDOW)
     return decoder
 
 

@@ -675,7 +675,7 @@ class Loaded:
         self._is_centered = True
         for decoder in (self._decoder, self._draft):
             if decoder is not None:
-                center(decoder, packing_of(decoder.kernels), limits.max_model_len, limits.max_num_seqs)
+                center(decoder, packing_of(decoder.kernels), limits.max_model_len)
 
     def _stored_as(self, config: EngineConfig) -> str:
         """What is told of the types of weights: the checkpoint's quantization, or the one applied to it."""

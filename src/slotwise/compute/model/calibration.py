@@ -48,14 +48,13 @@ def read_calibrated(packing: Packing, read: Callable[[], Decoder], advance: Call
 
 
 @torch.inference_mode()
-def center(decoder: Decoder, packing: Packing, max_positions: int, max_samples: int) -> None:
+def center(decoder: Decoder, packing: Packing, max_positions: int) -> None:
     """Centers the inputs of products (`Packing.centering`) by what random tokens give them; the same at every call.
 
     All ranks of a model do so at the same time.
 
     Args:
         max_positions: of a sequence.
-        max_samples: rows whose logits memory is planned for.
     """
     config, stage = decoder.config, decoder.group.pipe.stage
     if config.quantization is None and not packing.quantizes:
@@ -71,7 +70,7 @@ def center(decoder: Decoder, packing: Packing, max_positions: int, max_samples: 
             hidden = decoder.hidden(batch, caches)
             if stage.is_first:
                 hidden = hidden if stage.total == 1 else HeadStage(decoder).hidden(batch, [])
-                for rows in hidden.split(max_samples) if config.has_head else ():
+                for rows in hidden.split(CENTERED_LENGTH) if config.has_head else ():  # logits take most memory
                     decoder.logits(rows)
 
 

@@ -824,7 +824,7 @@ class DiskLink(KVLink):
             self._blocks.read(block, memoryview(buffer)[HEADER.size:])
             rest()
         with self._writing:
-            if self._is_stale(entry, generation):
+            if block == NOWHERE or self._is_stale(entry, generation):  # else the buffer has the bytes of another block
                 self._num_stale += 1
                 return False
             self._store.write(key, owner_of(Namespace.of(entry.salt).salt), buffer,

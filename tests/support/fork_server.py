@@ -4,8 +4,8 @@ commands, each of which would otherwise import for a third of a second of a core
     test process ── asks ──► fork server (no torch) ── forks ──► server, or command
 
 What is started has arguments, a current folder, an environment and streams of its own, and ends as a process that
-`subprocess.Popen` has started.  How a new interpreter begins is the matter of tests/cli/test_current_folder.py,
-tests/test_cli.py and others, which start one.
+`subprocess.Popen` has started.  How a new interpreter begins is tested in tests/cli/test_current_folder.py,
+tests/test_cli.py and others.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Content(Protocol):
 
     @property
     def before(self) -> Content | None:
-        """What continues with it; None: nothing, or it is not known."""
+        """The content that it continues; None: it begins a prompt, or that is not known."""
         ...
 
     @property
@@ -287,7 +287,7 @@ class Ranked:
 
 
 class LeastRecentlyUsedLeaf(Ranked):
-    """As `LeastRecentlyUsed`, of blocks that come and are used prefixes first."""
+    """The least recently used leaf first, in a tier whose blocks arrive and are used prefixes first."""
 
     needs_step_times = False
 

@@ -3,13 +3,13 @@
 NO_SLOT = "no_slot"  # all slots are in use
 NO_ADAPTER_SLOT = "no_adapter_slot"  # the running requests have as many adapters as a step may have
 NO_BLOCKS = "no_blocks"  # too few cache blocks
-LOAD_LIMIT = "load_limit"  # the plan copies as many blocks from host memory as one may
+LOAD_LIMIT = "load_limit"  # the plan copies as many blocks from host memory as a plan may
 TOKEN_BUDGET = "token_budget"  # the step's token budget is spent
 SHORT_STEP = "short_step"  # the token budget is reduced for a tenant that may arrive while the step runs
 TIME_BUDGET = "time_budget"  # the step would exceed its time budget
 TIER_CAP = "tier_cap"  # the free slots are reserved for other tiers
 FIRST_TOKEN = "first_token"  # paused for the prefill of a tenant far behind
-OUTRANKED = "outranked"  # a preemption's: a request that goes before it needed its slot or blocks
+OUTRANKED = "outranked"  # preempted: a request that goes before it needed its slot or blocks
 TOKEN_PENDING = "token_pending"  # it was preempted, and the token of its last row is in flight
 ENDING = "ending"  # its last token is in flight
 GRAMMAR_COMPILING = "grammar_compiling"  # its grammar is being compiled

@@ -116,7 +116,7 @@ class StoredBlock:
         self.position = 0  # blocks before it, as far as they are known
 
     def follow(self, before: StoredBlock | None) -> None:
-        """Set the block before it; it is in no order."""
+        """Set the block before it, while it is in no order."""
         if before is not None:
             self.before, self.position = before, before.position + 1
 

@@ -41,10 +41,10 @@ class Changes(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Whose prompts a piece is from."""
+    """Where a piece comes from."""
 
     adapter: int  # its number; 0: the base model
-    tenant: str
+    tenant: str  # that sent the prompt
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class PrefixIndex(Observer):
             num_tokens: of its prompt, as the engine reads it.
             piece_bytes: bytes of a piece.
             adapter: number of its adapter; 0: the base model.
-            tenant: that it is of.
+            tenant: that sent it.
         """
         num_bytes, pieces = prefix
         if not pieces or not self._shares:

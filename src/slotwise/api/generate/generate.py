@@ -415,9 +415,9 @@ async def _submit(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
 
 
 def _cache_generation(api: Api, exchange: HttpExchange) -> int:
-    """The generation of the key's cached prompts, of a request that is submitted before the event loop goes on.
+    """The generation of the key's cached prompts, read right before a request is submitted.
 
-    One that was read earlier may be out of date: a prompt would be found, and stored again, after a reset.
+    Between an earlier reading and the submission there may be a reset, after which the prompt must not be found.
     """
     return api.engine.sleep.generation_of(exchange.tenant) if api.engine.sleep is not None else 0
 

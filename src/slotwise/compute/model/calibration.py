@@ -11,7 +11,7 @@ every model: Williams, Chrysostomou and Aletras, "Self-calibration for language 
 The second read is the one that is served.  Both are needed, because a matrix is rounded as soon as it is read; int8
 takes at most twice the memory of the result, and is freed before.
 
-Where inputs of products are rounded, some random tokens show their centers, too.
+Where the inputs of products are rounded, a few random tokens show where these are centered.
 """
 
 from __future__ import annotations

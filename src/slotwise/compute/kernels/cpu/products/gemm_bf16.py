@@ -134,7 +134,7 @@ def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value], kind:
 def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel, kind: ElementType = types.uint16) -> None:
     """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of results.
 
-    Rows, weights and results have the type `kind`, but those of the form WIDE.
+    Rows, weights and results are of type `kind`; results of the form WIDE are float32.
     """
     switch(builder, height, range(1, TALLEST + 1),
            lambda rows: _finish(builder, panel, _add_all(builder, rows, panel, kind), kind))

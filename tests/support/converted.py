@@ -8,6 +8,7 @@ exactly.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -42,7 +43,10 @@ CONVERTED: dict[str, dict[str, Any]] = {  # fields that differ from the configs 
         "linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
     "mimo_v2": _GROUPS | {"routed_scaling_factor": 1.0, "v_head_dim": 6, "head_dim": 12},
     "bamba": _STATES, "granite_hybrid": _STATES, "exaone_moe": _GROUPS, "nemotron": {},
-    "minimax_m2": {"rotary_dim": 4}, "glm4_moe_lite": _GROUPS | {"num_key_value_heads": 4},
+    "minimax_m2": {"rotary_dim": 4}, "bitnet": {"hidden_act": "silu", "tie_word_embeddings": True},
+    "gemma4_moe": {"num_global_key_value_heads": 1, "global_head_dim": 16, "moe_intermediate_size": 32,
+                   "tie_word_embeddings": True},
+    "glm4_moe_lite": _GROUPS | {"num_key_value_heads": 4},
 }
 
 
@@ -72,6 +76,10 @@ def make_tiny(family: str, folder: Path) -> Path:
                                   "num_key_value_heads", "head_dim", "max_position_embeddings"))}
     sizes = {name: None if known.get(name, 0) is None else value for name, value in sizes.items()}
     make(family, folder, dtype="bfloat16", **(sizes | CONVERTED.get(family, {})))
+    if family == "bitnet":  # whose converter rounds to the weights' mean and its negative
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: tensor.sign() / 8 if name.endswith("_proj.weight") else tensor
+                   for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     if family == "kimi_linear":  # transformers saves its MLPs under another name
         tensors = load_file(folder / "model.safetensors")
         save_file({name.replace(".0.block_sparse_moe.", ".0.mlp."): tensor for name, tensor in tensors.items()},
@@ -81,9 +89,17 @@ def make_tiny(family: str, folder: Path) -> Path:
 
 def convert(family: str, folder: Path, target: Path, llama_cpp: Path) -> Path:
     """Runs llama.cpp's converter with a vocabulary of letters; adds fields that it reads to the checkpoint's config."""
+    from safetensors.torch import load_file, save_file
+
     from support.checkpoints import edit_config
 
     edit_config(folder, **HUB.get(family, {}))
+    (folder / "tokenizer.json").write_text(json.dumps(  # of which the converter of Gemma counts the tokens
+        {"model": {"vocab": {str(number): number for number in range(VOCABULARY)}}, "added_tokens": []}))
+    if family == "bitnet":  # whose converter knows the names of the first models only
+        save_file({name.replace("attn_sub_norm", "inner_attn_ln").replace("ffn_sub_norm", "ffn_layernorm"): tensor
+                   for name, tensor in load_file(folder / "model.safetensors").items()},
+                  folder / "model.safetensors", {"format": "pt"})
     if str(llama_cpp) not in sys.path:
         sys.path[:0] = [str(llama_cpp / "gguf-py"), str(llama_cpp)]
     import gguf

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from support.checkpoints import make, prompts
+from support.converted import FOLDER, PROMPT
 from support.gguf_files import write
 from support.ragged import Driver
 
@@ -99,3 +101,36 @@ def test_parts_of_experts_may_have_types_of_their_own(tmp_path: Path) -> None:
     exact, packed = (Driver(load_model(file, kernels=kernels, dtype="float32")).step(rows).double()
                      for kernels in (ReferenceKernels(), choose("cpu")))
     assert torch.nn.functional.cosine_similarity(exact, packed).min() > 0.995
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_packed_experts_may_have_a_scale_each(kind: str, tmp_path: Path) -> None:
+    """Gemma 4's: the scales of their blocks are multiplied by it, and the products are rounded to the same type."""
+    blocks, plain = (rewritten(FOLDER / "gemma4_moe.gguf", tmp_path / f"{name}.gguf", kind, keeps_blocks=keeps_blocks)
+                     for name, keeps_blocks in (("blocks", True), ("plain", False)))
+    packed, exact = (Driver(load_model(path, kernels=kernels, dtype="float32")).step([(0, PROMPT)]).double()
+                     for path, kernels in ((blocks, choose("cpu")), (plain, ReferenceKernels())))
+    assert torch.nn.functional.cosine_similarity(exact, packed).min() > 0.995
+
+
+def rewritten(path: Path, target: Path, kind: str, *, keeps_blocks: bool) -> Path:
+    """A copy of a file whose experts are stored as `kind`, or as the numbers that this stands for."""
+    reader, stored = gguf.GGUFReader(path), gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[1] if is_array else None)
+    for tensor in reader.tensors:
+        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if tensor.name.endswith("_exps.weight"):
+            packed = gguf.quantize(numbers, stored)
+            writer.add_tensor(tensor.name, packed if keeps_blocks else gguf.dequantize(packed, stored),
+                              raw_dtype=stored if keeps_blocks else None)
+        else:
+            writer.add_tensor(tensor.name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

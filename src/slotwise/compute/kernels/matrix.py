@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slotwise.errors import CheckpointError
+
 # The most bits of a code.
 MOST_BITS = 8
 E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).tolist())
@@ -209,6 +211,32 @@ def reordered(matrix: QuantizedMatrix, order: Tensor) -> QuantizedMatrix:
         return Rows(rows.codes[places], rows.scales.of(places), minimums)
 
     return replace(matrix, outputs=len(order), read=read)
+
+
+def scaled(matrix: QuantizedMatrix, factor: Tensor) -> QuantizedMatrix:
+    """The matrix times a number.  Its scales and minimums are rounded to the type in which they are stored.
+
+    Raises:
+        CheckpointError: scales are powers of two, which the products are not.  Reading raises it where a product is
+            too large for the type.
+    """
+    if matrix.format.scale == torch.bfloat16:
+        raise CheckpointError("quantized weights whose scales are powers of two (MXFP4) cannot be multiplied by the "
+                              "scale that the checkpoint has for them: serve another quantization of the model")
+
+    def times(factors: Factors) -> Factors:
+        stored = factors.values if factors.units is None else factors.units
+        found = (stored.float() * factor.float()).to(stored.dtype)
+        if not found.isfinite().all():
+            raise CheckpointError("a scale of quantized weights, times the scale that the checkpoint has for them, is "
+                                  f"too large for {stored.dtype}: download the checkpoint again")
+        return Factors(found) if factors.units is None else Factors(factors.values, found)
+
+    def read(first: int, end: int) -> Rows:
+        rows = matrix.read(first, end)
+        return Rows(rows.codes, times(rows.scales), None if rows.minimums is None else times(rows.minimums))
+
+    return replace(matrix, read=read)
 
 
 def narrowed(matrix: QuantizedMatrix, inputs: range) -> QuantizedMatrix:

@@ -2,6 +2,8 @@
 
     h += output(norm(attention(norm(h)))),  h += down(norm(relu(gate(norm(h)))**2 * up(norm(h))))
 
+Earlier models have SiLU in place of the squared ReLU.
+
 Weights are plain, or packed in two bits (`quantization/bitnet.py`).
 """
 
@@ -19,25 +21,27 @@ from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
 from slotwise.compute.model.layers.rank_weights import WeightSource
-from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common
+from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_activation, read_common
 from slotwise.compute.model.network import Network, read_network
 from slotwise.errors import CheckpointError
 
 DEFAULTS = ConfigDefaults(num_kv_heads=5, norm_eps=1e-5, rope_theta=500_000.0)
+ACTIVATIONS = "relu2", "silu"
 
 
 def configure(fields: Fields) -> ModelConfig:
-    config, bias = read_common(fields, DEFAULTS, ("relu2",)), fields.flag("attention_bias")
-    return replace(config, qkv_bias=bias, output_bias=bias, activation="relu2")
+    config, bias = read_common(fields, DEFAULTS, ACTIVATIONS), fields.flag("attention_bias")
+    return replace(config, qkv_bias=bias, output_bias=bias,
+                   activation=read_activation(fields, ACTIVATIONS[0]))
 
 
 class NormedMLP:
-    """`down(norm(relu(gate(x))**2 * up(x)))`."""
+    """`down(norm(activation(gate(x)) * up(x)))`."""
 
-    def __init__(self, source: WeightSource, name: str, sizes: tuple[int, int], norms: NormOptions) -> None:
-        hidden, intermediate = sizes
+    def __init__(self, config: ModelConfig, source: WeightSource, name: str, norms: NormOptions) -> None:
+        hidden, intermediate = config.hidden_size, config.intermediate_size
         parts = {f"{name}.gate_proj": intermediate, f"{name}.up_proj": intermediate}
-        self.gate_up = Linear(source, parts, hidden, gate="relu2")
+        self.gate_up = Linear(source, parts, hidden, gate=config.activation)
         self.norm = RMSNorm(source, f"{name}.ffn_sub_norm", intermediate, norms)
         self.down = Linear(source, {f"{name}.down_proj": hidden}, intermediate)
         self.bytes = self.token_bytes = self.gate_up.bytes + self.norm.bytes + self.down.bytes
@@ -56,7 +60,7 @@ class BitNetLayer(LlamaLayer):
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden,
             AttentionOptions(config.qkv_bias, config.output_bias, result_norm=("attn_sub_norm", norms)))
         self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
-        self.mlp = NormedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), norms)
+        self.mlp = NormedMLP(config, source, f"{at}.mlp", norms)
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import ExpertWeights, Routing
+from slotwise.compute.kernels.matrix import scaled
 from slotwise.compute.model.families.gemma import ACTIVATIONS
 from slotwise.compute.model.families.gemma3n import read_attention, read_kv_layers
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.mlp import GatedMLP, MixtureOfExperts, stacked_experts
+from slotwise.compute.model.layers.mlp import SPLIT, GatedMLP, MixtureOfExperts, separate_experts, stacked_experts
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.per_layer_embedding import PerLayerGate, PerLayerInputs, PerLayerStream
 from slotwise.compute.model.layers.rank_weights import WeightSource, expert_share
@@ -47,7 +48,6 @@ from slotwise.compute.model.model_config import (
     text_part,
 )
 from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network, refuse_stages
-from slotwise.errors import CheckpointError
 
 DEFAULTS = ConfigDefaults(num_kv_heads=4, head_dim=256, tie_word_embeddings=True)
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
@@ -183,17 +183,17 @@ def _read_experts(config: ModelConfig, source: WeightSource, at: str) -> Experts
     router = Linear(source, {f"{at}.router.proj": count}, config.hidden_size, is_exact=True)
     scales = source.tensor({f"{at}.router.per_expert_scale": (count,)})
     names = f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"
-    weights = _scaled(stacked_experts(source, names, sizes, count), scales, expert_share(count, source.group))
+    weights = _scaled(
+        separate_experts(source, f"{at}.experts", SPLIT, sizes, count) if mixture.are_split else
+        stacked_experts(source, names, sizes, count), scales, expert_share(count, source.group))
     return Experts(router, weights, sizes, mixture.routing, source, activation=mixture.activation)
 
 
 def _scaled(weights: Iterable[ExpertWeights], scales: Tensor, held: range | None) -> Iterator[ExpertWeights]:
     """Experts whose results are multiplied by their scales."""
     for number, each in zip(range(len(scales)) if held is None else held, weights, strict=True):
-        if not isinstance(each.down, Tensor):
-            raise CheckpointError("quantized experts with a scale are not supported: serve a checkpoint that is not "
-                                  "quantized")
-        yield each._replace(down=each.down * scales[number])
+        scale = scales[number]
+        yield each._replace(down=each.down * scale if isinstance(each.down, Tensor) else scaled(each.down, scale))
 
 
 class ScaledNorm(RMSNorm):

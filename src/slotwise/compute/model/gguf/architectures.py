@@ -1206,7 +1206,11 @@ def gemma4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     local, cap = theta(keys, "rope.freq_base_swa", 10_000.0), "final_logit_softcapping"
     full = next((layer for layer, kind in enumerate(kinds) if kind == FULL), 0)
     small = next((layer for layer, kind in enumerate(kinds) if kind == SLIDING), full)
-    return {
+    has_experts = keys.integer("expert_count", default=0, minimum=0) > 0
+    experts = {"enable_moe_block": True, "num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+               "top_k_experts": keys.integer("expert_used_count", maximum=MAX_EXPERTS),
+               "moe_intermediate_size": keys.integer("expert_feed_forward_length")} if has_experts else {}
+    return experts | {
         "layer_types": kinds, "sliding_window": keys.integer("attention.sliding_window"),
         "num_key_value_heads": heads[small], "head_dim": keys.integer("attention.key_length_swa", default=size),
         "per_layer_config": {str(layer): {"head_dim": size, "num_key_value_heads": heads[layer]}
@@ -1223,6 +1227,12 @@ def gemma4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
         "final_logit_softcapping": keys.number(cap, maximum=MAX_CAP) if keys.has(cap) else None}
 
 
+def bitnet(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Files do not name the activation: it is SiLU in llama.cpp, and in the models that its converter accepts."""
+    return {"hidden_act": "silu"}
+
+
+_BITNET = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
 _BLOOM = {
     "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense",
     "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
@@ -1239,6 +1249,12 @@ _GEMMA3N = {
     "laurel_post_norm": "laurel.post_laurel_norm", "altup_correct_coef": "altup.correction_coefs",
     "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
     "altup_router_norm": "altup.router_norm", "altup_correct_scale.weight": "altup.correct_output_scale"}
+_GEMMA4 = {
+    **_GEMMA, **_PER_LAYER, "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    **{f"ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}}
 _XIELU = {f"xielu.{name}": (f"mlp.act_fn.{name}", (1,) if name.startswith("alpha") else ())
           for name in ("alpha_p", "alpha_n", "beta", "eps")}
 
@@ -1249,14 +1265,15 @@ ARCHITECTURES |= {
         ends={**_PER_LAYER_ENDS, "altup_proj": "model.altup_projections.{}",
               "altup_unembd_proj": "model.altup_unembed_projections.{}"}),
     "gemma4": Architecture(
-        "Gemma4ForCausalLM", parts={**_GEMMA, **_PER_LAYER, "layer_output_scale.weight": "layer_scalar"}, more=gemma4,
-        ends=_PER_LAYER_ENDS, varies=True),
+        "Gemma4ForCausalLM", parts=_GEMMA4, more=gemma4, ends=_PER_LAYER_ENDS, varies=True, has_experts=True,
+        splits_experts=True),
     "command-r": Architecture("CohereForCausalLM", more=logit_scaled, has_layer_norms=True),
     "cohere2": Architecture("Cohere2ForCausalLM", more=cohere2, has_layer_norms=True),
     "qwen2vl": Architecture("Qwen2ForCausalLM", more=multimodal),
     "qwen3vl": Architecture("Qwen3ForCausalLM", more=multimodal),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", parts=_HUNYUAN),
     "mistral3": Architecture("Ministral3ForCausalLM", is_interleaved=True, more=mistral3),
+    "bitnet": Architecture("BitNetForCausalLM", parts=_BITNET, more=bitnet),
     "arcee": Architecture("ArceeForCausalLM", is_interleaved=True, more=plain_mlps),
     "jais2": Architecture("Jais2ForCausalLM", more=plain_mlps, has_layer_norms=True),
     "chatglm": Architecture("GlmForCausalLM", parts={"ffn_up": "mlp.gate_up_proj"}, more=glm4, rotates_parts=True),

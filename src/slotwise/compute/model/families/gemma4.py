@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import ExpertWeights, Routing
-from slotwise.compute.kernels.matrix import scaled
+from slotwise.compute.kernels.matrix import StackedMatrix, scaled
 from slotwise.compute.model.families.gemma import ACTIVATIONS
 from slotwise.compute.model.families.gemma3n import read_attention, read_kv_layers
 from slotwise.compute.model.fields import Fields
@@ -192,8 +192,9 @@ def _read_experts(config: ModelConfig, source: WeightSource, at: str) -> Experts
 def _scaled(weights: Iterable[ExpertWeights], scales: Tensor, held: range | None) -> Iterator[ExpertWeights]:
     """Experts whose results are multiplied by their scales."""
     for number, each in zip(range(len(scales)) if held is None else held, weights, strict=True):
-        scale = scales[number]
-        yield each._replace(down=each.down * scale if isinstance(each.down, Tensor) else scaled(each.down, scale))
+        down, scale = each.down, scales[number]
+        assert not isinstance(down, StackedMatrix)  # of one weight
+        yield each._replace(down=down * scale if isinstance(down, Tensor) else scaled(down, scale))
 
 
 class ScaledNorm(RMSNorm):

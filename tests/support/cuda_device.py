@@ -140,6 +140,7 @@ if DEVICE == "cpu":
     sum_dots_in_double()
 
 EXAMPLES = 25 if DEVICE == "cuda" else 1
+"""So many times more examples are drawn where running one costs nothing."""
 
 
 def thinned(*sets: object, few: int) -> list[object]:
@@ -148,7 +149,6 @@ def thinned(*sets: object, few: int) -> list[object]:
     Put first those that have every value of every parameter.
     """
     return list(sets if DEVICE == "cuda" else sets[:few])
-"""So many times more examples are drawn where running one costs nothing."""
 
 
 def geometry(free: st.SearchStrategy, *chosen: Any) -> st.SearchStrategy:

@@ -361,9 +361,11 @@ def test_tenants_keep_their_names_by_a_secret_of_the_folder(tmp_path):
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
+from slotwise.engine import kv_disk
 from slotwise.engine.kv_disk import HEADER, DiskStore
 
 SIZE = 200_000
+kv_disk.PIECE = 1 << 16  # a block is read and written in several pieces
 def block(number):
     return number.to_bytes(8, "big") * (SIZE // 8)
 

@@ -34,7 +34,7 @@ def test_what_is_told_is_what_an_engine_chooses(monkeypatch: pytest.MonkeyPatch)
     assert (model["weight_bytes"], model["cache_bytes"]) == (info.memory.weights, info.memory.cache)
     assert model["step_weight_bytes"] == info.roofline.weight_bytes
     one, eight = model["rates"]
-    assert (one["streams"], eight["streams"]) == (1, 8) and one["roofline"] < eight["roofline"]
+    assert (one["streams"], eight["streams"]) == (1, 8) and one["roofline"] <= eight["roofline"]
     assert model["rates"][0]["learned"], "the engine above has learned"
 
 

@@ -128,6 +128,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybrid", HYBRID | {
         "head_dim": ..., "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "linear_key_head_dim": 12}),
     "diffllama": ("DiffLlama", {"head_dim": 24, "lambda_std_dev": 0.5, "attention_bias": True}),
+    "doge": ("Doge", {"head_dim": 24, "attention_bias": True}),
     "laguna": ("Laguna", EXPERTS | {
         "num_hidden_layers": 4, "sliding_window": 48, "moe_routed_scaling_factor": 1.5,
         "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6]}),
@@ -456,10 +457,12 @@ def build(
                 torch.nn.init.normal_(part.weight, std=config.initializer_range)
         for key, tensor in model.named_parameters():
             is_norm = (key.rpartition(".")[0] in norms or "norm" in key) and not key.endswith(PRODUCTS)
-            if (is_norm or key.endswith(("scale", "alpha_p", "alpha_n"))) and not key.endswith("bias"):
+            if (is_norm or key.endswith(("scale", "alpha_p", "alpha_n", "_residual"))) and not key.endswith("bias"):
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
                 if "q_norm" in key and _SHAPES[family][0] in UNSCALED:  # or attention would have one token each
                     tensor.data /= 8
+            elif key.endswith("self_attn.A"):
+                torch.nn.init.normal_(tensor, std=0.1)
             elif key.endswith(("conv1d.weight", "bias")):
                 torch.nn.init.normal_(tensor, std=0.2 if is_norm or "correction" in key else 0.5)
             # What an activation without gates adds for every token alike would dominate.

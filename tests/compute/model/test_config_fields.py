@@ -131,6 +131,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}),
     "DbrxConfig": ("dbrx", {}),
     "DiffLlamaConfig": ("diffllama", {}),
+    "DogeConfig": ("doge", {}),
     "LagunaConfig": ("laguna", {
         "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"] * 2}),
     "KimiLinearConfig": ("kimi_linear", CALM | {"n_group": 2, "topk_group": 1, "num_local_experts": 16}),
@@ -264,7 +265,7 @@ EDITED |= {
 BUILT |= {
     "kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 20,
     "index_n_heads": 4, "index_head_dim": 24, "indexer_types": ["full", "full", "shared"]}
-READ |= {"index_topk": (100, lambda config: config.max_position_embeddings, 100)}
+READ |= dict.fromkeys(("index_topk", "keep_window_size"), (100, lambda config: config.max_position_embeddings, 100))
 # Of families with ALiBi, and Cohere's.
 NOTHING |= {"hidden_dropout": 0.5, "learned_pos_emb": False, "init_device": "cuda",
             "emb_pdrop": 0.5, "multi_query": False}
@@ -306,8 +307,8 @@ BUILT |= {
     "prefix_dense_intermediate_size": 128, "num_attention_heads_per_layer": [6, 4, 4, 6], "gating": "per-element",
     "linear_head_dim": 16, "linear_num_heads": 4}
 READ |= {"model_max_length": (128, lambda config: config.max_position_embeddings, 128)}
-REFUSED |= {"output_vocab_size": 512, "moe_apply_router_weight_on_input": True, "moe_router_logit_softcapping": 5.0,
-            "ffn_config": {"ffn_act_fn": {"name": "gelu"}}}
+REFUSED |= {"is_moe": True, "output_vocab_size": 512, "moe_apply_router_weight_on_input": True,
+            "moe_router_logit_softcapping": 5.0, "ffn_config": {"ffn_act_fn": {"name": "gelu"}}}
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 # Fields of BUILT that one checkpoint has together: transformers obeys each, so one that Slotwise does not obey shows.
 # No size is what another one's rule would give: heads are 32 wide, of hidden states of 128.
@@ -387,6 +388,9 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
         "num_key_value_heads": (NOTHING, 1), "tie_word_embeddings": (REFUSED, True)},
     "DiffLlamaConfig": {
         "attention_dropout": (NOTHING, 0.0), "num_key_value_heads": (BUILT, 4), "attention_bias": (BUILT, False)},
+    "DogeConfig": {
+        "num_experts": (NOTHING, 5), "num_experts_per_tok": (NOTHING, 1), "norm_topk_prob": (NOTHING, True),
+        "attention_bias": (BUILT, False)},
     "LagunaConfig": {
         "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN}),
         "rope_scaling": (REFUSED, LINEAR), "num_hidden_layers": (REFUSED, 5), "num_attention_heads": (NOTHING, 8),

@@ -19,7 +19,6 @@ DECODERS: Mapping[str, str] = {
     "BltForCausalLM": "patches of bytes, cut where a smaller model's entropy rises",
     "CpmAntForCausalLM": "learned biases by the distance between segments of a prompt",
     "DeepseekV4ForCausalLM": f"attention to compressed runs of tokens, and {HYPER_CONNECTIONS}",
-    "DogeForCausalLM": "a mask that each layer computes from its values, and experts of one row each",
     "DoryForCausalLM": "hidden states on the unit sphere (nGPT), with layers that run several times",
     "Dots3NoteForCausalLM": "compressed attention with windows, gates and sizes by layer",
     "HYV4ForCausalLM": f"{HYPER_CONNECTIONS}, and sinks of compressed attention",

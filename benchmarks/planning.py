@@ -6,9 +6,9 @@ Prefix caching, reasons and events are on, blocks fill up in every step, the gar
 No model runs: it times the scheduler alone, on one core.  With `--kv-disk` it also times what the engine's thread does
 for blocks on disk; the writer, which runs beside a step's kernels in a server, catches up between two steps.
 
-The first row has first come, first served and `lru`, and blocks in memory only.  A step of each row follows in turn,
-after a pause as long as a short step, and seconds are those that the thread computes: what else the machine does, and
-the order of the rows, changes all of them alike.
+The first row has first come, first served and `lru`, and blocks in memory only.  The rows take a step each, in random
+order, after a pause as long as a short step.  The time is the thread's own, so what else the machine does changes all
+rows alike.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product, starmap
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 from benchmarks.commands import bar, parser_of
@@ -135,6 +136,7 @@ class Timed:
 def microseconds(arms: Sequence[Arm], running: int, waiting: int, steps: int) -> list[float]:
     """Returns, by arm, the median time of `plan` and `commit`, and of what the engine's thread does for the disk."""
     hold_off()
+    draw = Random(0)  # what ran before a step leaves the processor's caches in a state: each row follows each
     with ExitStack() as stack:
         timed = []
         for arm in arms:
@@ -142,7 +144,7 @@ def microseconds(arms: Sequence[Arm], running: int, waiting: int, steps: int) ->
             timed.append(Timed(scheduler, stack.enter_context(linked(scheduler)) if arm.on_disk else None))
         settle()  # as a server does
         for step in range(steps):
-            for one in timed if step % 2 else reversed(timed):
+            for one in draw.sample(timed, len(timed)):
                 time.sleep(PAUSE)
                 one.step(1000 + step * 0.02)
     return [statistics.median(one.took) for one in timed]

@@ -44,8 +44,8 @@ class Stored(Side):
     """An engine with blocks on disk."""
 
     def __init__(self, folder: Path, identity: str = "toy", most: int = 1 << 20, max_age: float = DAY,
-                 adapters: Mapping[int, str] | None = None, policy: str = LRU) -> None:
-        super().__init__(replace(LIMITS, eviction_policy=policy))
+                 adapters: Mapping[int, str] | None = None, policy: str = LRU, num_host_blocks: int = 0) -> None:
+        super().__init__(replace(LIMITS, eviction_policy=policy, num_host_blocks=num_host_blocks))
         self.store = DiskStore(folder, self.blocks.block_bytes, most, max_age)
         self.disk = DiskLink(self.store, self.blocks, self.scheduler, identity,
                              digest_of=lambda number: (adapters or {}).get(number, ""))
@@ -128,6 +128,22 @@ def test_an_evicted_prompt_is_found_and_other_salts_and_engines_find_nothing(mak
     side.written()
     assert make(identity="another checkpoint").run("d", PROMPT, "tenant:salt") == 0
     assert make().run("e", PROMPT, "tenant:salt") == 48
+
+
+@pytest.mark.parametrize("is_evicted", [True, False])
+def test_blocks_that_leave_memory_while_they_are_copied_are_not_written(make, tmp_path, monkeypatch, is_evicted):
+    side = make(num_host_blocks=200)  # so that evicted blocks are still known
+    goes_on, read = threading.Event(), side.blocks.read
+    monkeypatch.setattr(side.blocks, "read", lambda *what: goes_on.wait(60) and read(*what))
+    side.run("a", PROMPT)
+    if is_evicted:
+        for number in range(6):
+            side.run(f"other {number}", [number + 1] * 60)
+    else:
+        side.disk.lose_memory()
+    goes_on.set()
+    side.written()
+    assert bool(files_in(tmp_path)) == is_evicted and make().run("again", PROMPT) == 0
 
 
 def test_blocks_that_cannot_be_removed_are_reported_and_not_found(make, monkeypatch):

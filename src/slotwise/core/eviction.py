@@ -94,8 +94,8 @@ class Tier(NamedTuple):
 class EvictionOrder(Protocol):
     """The cached blocks of a tier, in an order of eviction.  Deterministic: its owner sets `now`, in seconds."""
 
-    needs_step_times: bool
-    """The order reads the step-time model, which then learns from every step."""
+    prices_chunks: bool
+    """The order reads predicted times of prompt chunks: the step-time model learns from every step that has one."""
 
     now: float
 
@@ -138,7 +138,7 @@ class EvictionOrder(Protocol):
 class LeastRecentlyUsed:
     """Cached blocks in the order of their release."""
 
-    needs_step_times = False
+    prices_chunks = False
     now = 0.0
     claims: list[tuple[Content, Claim]] | None = None
 
@@ -198,7 +198,7 @@ class Leaf(NamedTuple):
 class Ranked:
     """Base of the orders that rank leaves."""
 
-    needs_step_times = True
+    prices_chunks = True
     claims: list[tuple[Content, Claim]] | None = None
 
     def __init__(self, tier: Tier, price: Price) -> None:
@@ -289,7 +289,7 @@ class Ranked:
 class LeastRecentlyUsedLeaf(Ranked):
     """The least recently used leaf first, in a tier whose blocks arrive and are used prefixes first."""
 
-    needs_step_times = False
+    prices_chunks = False
 
     def _rank(self, cached: Content) -> float:
         return UNCLAIMED

@@ -191,12 +191,11 @@ class Scheduler:
         return bool(self.waiting and self._free_slots) or any(
             not request.pending for request in self.running.values())
 
-    @property
-    def _learns(self) -> bool:
-        """Whether the step-time model is needed, and so trained."""
+    def _learns_from(self, counts: Sequence[int]) -> bool:
+        """Whether the step-time model is trained on a step of rows with `counts` tokens."""
         return self.times.learns and (
             self._chunking.limits_time or self._num_with_tpot > 0 or self.policy.needs_step_times
-            or self.kv.pool.cached.needs_step_times)
+            or (self.kv.pool.cached.prices_chunks and sum(counts) > len(counts)))
 
     def requests(self) -> tuple[Request, ...]:
         """All unfinished requests, in order of arrival."""
@@ -230,6 +229,8 @@ class Scheduler:
             holds_all = not holds_slot or request.num_known <= request.capacity + 1
             assert holds_all or self.kv.is_windowed, request
         assert len(self.unfinished) == len(self.running) + len(self.waiting) + len(self.transfers.incoming)
+        ordered = self.running.values() if self._rows_in_order is None else self._rows_in_order
+        assert sorted([request.request_id for request in ordered]) == sorted(self.running)
         taken = [request.slot for request in self.running.values()]
         assert sorted([*taken, *self._free_slots]) == list(range(self.num_slots))
 
@@ -834,7 +835,7 @@ class Scheduler:
         ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
         done = result.executed(plan)
         self._drafting.committed(step.requests, done.drafts, result.proposing)
-        if self._learns or self._drafting.needs_step_times:
+        if self._learns_from(done.counts) or self._drafting.needs_step_times:
             started = done.now + (result.proposing.seconds if result.proposing else 0.0)
             if done.drafts or done.padding or not self.times.skips(done.starts, done.counts, started, now):
                 self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), started, now)

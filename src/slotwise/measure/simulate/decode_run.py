@@ -197,7 +197,7 @@ class RunScheduler(Scheduler):
         Args:
             times: returns by a step's index when it was planned and when it ended, in seconds.
         """
-        if self._learns:
+        if self._learns_from(run.counts):
             for index in range(number):
                 self.times.step(run.work(index), *times(index))
         for tokens in outputs.steps:

@@ -112,7 +112,7 @@ class StoredBlock:
         self.owner = owner
         self.size = size  # bytes that it takes on disk
         self.written = written  # seconds since 1970
-        self.before: StoredBlock | None = None  # None: none, or it is not known
+        self.before: StoredBlock | None = None  # None: it is the first, or that is not known
         self.position = 0  # blocks before it, as far as they are known
 
     def follow(self, before: StoredBlock | None) -> None:

@@ -1,5 +1,6 @@
-"""Processes forked from one that has imported the server: `start` where a test needs one of the hundreds of servers and
-commands, each of which would otherwise import for a third of a second of a core.
+"""Processes forked from one that has imported the server: `start` starts a server or a command.
+
+The tests start hundreds of them, and each would otherwise spend a third of a CPU-second on imports.
 
     test process ── asks ──► fork server (no torch) ── forks ──► server, or command
 

@@ -92,7 +92,7 @@ class ForkedEngine:
 
 
 def _become_engine(descriptor: int, seconds: float, log: Path, limits: dict[str, Any]) -> NoReturn:
-    """Runs the engine in a process that was just forked, which has nothing else of its parent's."""
+    """Runs the engine in a process that was just forked, after closing what else it inherited."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)  # the parent's event loop

@@ -86,7 +86,7 @@ class Tier(NamedTuple):
 
     total: int  # blocks
     content: Callable[[int], Content]  # what a block holds
-    block_of: Callable[[Any], int]  # which block holds a content; NOWHERE: none of this tier
+    block_of: Callable[[Any], int]  # which block holds a content; NOWHERE: the tier does not have it
     groups: int = 1  # contents of a position
     is_below: bool = False  # a prefix may arrive after its continuation
 

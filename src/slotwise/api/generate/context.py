@@ -273,7 +273,7 @@ class Api:
     async def drain(self) -> None:
         """Refuse new requests, and abort those that are unfinished when the shutdown timeout is over.
 
-        Requests that are not rendered and tokenized yet are refused at once: the engine takes none of them.
+        Requests that are not rendered and tokenized yet are refused at once.
         """
         self.text.close()
         await self.engine.client.drain(self.settings.shutdown_timeout)

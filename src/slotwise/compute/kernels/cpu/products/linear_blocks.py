@@ -346,7 +346,7 @@ class BlocksProduct:
                     part.set_center(center, self._launcher)
 
 
-# A row with a number so many times as large as that of the median row is an exception, and has no part in the center.
+# A row with a number so many times as large as that of the median row is left out of the center.
 EXCEPTION = 4.0
 # The most that may be left of the squares of units' largest numbers: rounding errors are proportional to these.
 LEFT = 0.8

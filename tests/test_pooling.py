@@ -15,6 +15,7 @@ from support.live import serving
 
 from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine_builder import build_engine
+from slotwise.compute.model.decoder import Decoder
 from slotwise.core import params
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
@@ -115,6 +116,17 @@ def test_every_pooling_equals_transformers(folder, prompts, exact, settings):
     for kind in params.POOLING_TYPES:
         for index, prompt in enumerate(prompts):
             torch.testing.assert_close(vectors[f"{kind} {index}"], exact(prompt, kind), atol=2e-5, rtol=1e-4)
+
+
+def test_the_last_layer_ends_with_the_tokens_that_are_pooled(folder, prompts, monkeypatch):
+    rows = []
+    hidden = Decoder.hidden
+    monkeypatch.setattr(Decoder, "hidden", lambda *given: rows.append(len(given[1].sample_at)) or hidden(*given))
+    subject = engine(folder)
+    for kind in ("cls", "last", "mean"):
+        rows.clear()
+        run(subject, [add(str(index), prompt, kind) for index, prompt in enumerate(prompts)])
+        assert sum(rows) == (sum(LENGTHS) if kind == "mean" else len(LENGTHS))
 
 
 def labeled(name: str, prompt: list[int], labels: tuple[int, ...]) -> Add:

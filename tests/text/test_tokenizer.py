@@ -55,6 +55,9 @@ def test_short_and_long_texts_are_encoded_alike(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     text = "the quick brown fox, naïve café\n" * 400
     assert tokenizer.encode(text) == tokenizer.inner.encode(text).ids
+    together = tokenizer.encode_batch([text, "the fox", text, ""])
+    assert together == [tokenizer.encode(one) for one in (text, "the fox", text, "")]
+    assert together[0] is not together[2]  # a caller may change what it gets
 
 
 def test_text_without_a_utf8_form_is_refused(folder: Path) -> None:

@@ -187,7 +187,7 @@ class OfflinePooled:
     met_stop_string = False
 
     def __init__(
-        self, output: PooledRequestOutput, spec: RequestSpec, made: Callable[[Sequence[float]], object],
+        self, output: PooledRequestOutput, spec: RequestSpec, made: Callable[[list[float]], object],
     ) -> None:
         self.output = output
         self.error = ""  # why it ended, if it failed
@@ -238,7 +238,7 @@ class PooledOutput(NamedTuple):
 
     request: type[PooledRequestOutput]
     empty: Callable[[], object]
-    of_numbers: Callable[[Sequence[float]], object]
+    of_numbers: Callable[[list[float]], object]
 
 
 def _tensor(numbers: Sequence[float] = ()) -> PoolingOutput:
@@ -252,9 +252,8 @@ def _score(numbers: Sequence[float]) -> ScoringOutput:
 
 
 NUMBERS = PooledOutput(PoolingRequestOutput, _tensor, _tensor)
-VECTOR = PooledOutput(EmbeddingRequestOutput, EmbeddingOutput, lambda numbers: EmbeddingOutput(list(numbers)))
-PROBABILITIES = PooledOutput(
-    ClassificationRequestOutput, ClassificationOutput, lambda numbers: ClassificationOutput(list(numbers)))
+VECTOR = PooledOutput(EmbeddingRequestOutput, EmbeddingOutput, EmbeddingOutput)
+PROBABILITIES = PooledOutput(ClassificationRequestOutput, ClassificationOutput, ClassificationOutput)
 SCORE = PooledOutput(ScoringRequestOutput, ScoringOutput, _score)
 
 
@@ -329,11 +328,20 @@ class Frontend:
         pooling.check_width(info.hidden_size)
         return pooling
 
+    def pooled_prompts(self, prompts: Sequence[ParsedPrompt], task: str) -> list[ParsedPrompt]:
+        """Prompts of which vectors or labels are wanted, as token ids.
+
+        A text to embed begins with the checkpoint's default prompt.
+        """
+        texts = [prompt.text or "" for prompt in prompts if prompt.ids is None]
+        encoded = iter(self.tokenizer.encode_batch(list(map(self.pooling.prompted, texts)) if task == EMBED else texts))
+        return [prompt._replace(ids=next(encoded)) if prompt.ids is None else prompt for prompt in prompts]
+
     def pooled_job(
         self, info: EngineInfo, prompt: ParsedPrompt, pooling: PoolingSpec, request_id: str, most: int | None,
         spec: RequestSpec = BASE_SPEC, made: PooledOutput = VECTOR,
     ) -> OfflinePooled:
-        """A prompt of which a vector or labels are wanted; a text to embed begins with the checkpoint's default prompt.
+        """One of `pooled_prompts`, as a request.
 
         Args:
             most: tokens that are kept, the first ones; -1: as many as the model takes; None: all.
@@ -342,8 +350,7 @@ class Frontend:
         Raises:
             ValueError: the prompt can never run.
         """
-        text = self.pooling.prompted(prompt.text or "") if pooling.task == EMBED else prompt.text or ""
-        ids = self.tokenizer.encode(text) if prompt.ids is None else prompt.ids
+        ids = prompt.ids or []
         if most is not None:
             ids = ids[: info.limits.max_model_len if most == -1 else most]
         self._check_prompt(info, ids, 0)
@@ -352,16 +359,19 @@ class Frontend:
                        cache_generation=self._resets)
         return OfflinePooled(output, spec, made.of_numbers)
 
-    def pair(self, first: ParsedPrompt, second: ParsedPrompt) -> ParsedPrompt:
-        """Two texts as the tokenizer joins them.  Raises ValueError for token ids."""
-        if first.text is None or second.text is None:
+    def pairs(self, firsts: Sequence[ParsedPrompt], seconds: Sequence[ParsedPrompt]) -> list[ParsedPrompt]:
+        """Each text of `firsts` and one of `seconds`, as the tokenizer joins them.  Raises ValueError for token ids."""
+        texts = [prompt.text for prompt in (*firsts, *seconds) if prompt.text is not None]
+        if len(texts) < 2 * len(firsts):
             raise ValueError("a model that compares two texts needs texts, not token ids")
-        return first._replace(text=None, ids=self.tokenizer.encode_pair(first.text, second.text))
+        ids, marks = self.tokenizer.encode_batch(texts, add_special_tokens=False), self.tokenizer.pair_marks
+        return [first._replace(text=None, ids=marks.pair(*each))
+                for first, *each in zip(firsts, ids[: len(firsts)], ids[len(firsts) :], strict=True)]
 
     def _check_prompt(self, info: EngineInfo, ids: Sequence[int], max_tokens: int | None) -> None:
         """Raises ValueError for a prompt that can never run."""
         objection = info.limits.objection(len(ids), max_tokens)
-        if not objection and not all(0 <= token < info.vocab_size for token in ids):
+        if not objection and not 0 <= min(ids) <= max(ids) < info.vocab_size:
             objection = f"a prompt holds token ids outside the vocabulary of {info.vocab_size}"
         if objection:
             raise ValueError(objection)

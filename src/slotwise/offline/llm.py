@@ -404,7 +404,7 @@ class LLM(VllmMethods):
         if len(labels := self._frontend.pooling.labels) > 1:
             raise ValueError(f"this model has {len(labels)} labels, and a score needs one; use LLM.classify")
         if labels:
-            pairs = [self._frontend.pair(*each) for each in zip(first, second, strict=True)]
+            pairs = self._frontend.pairs(first, second)
             return self._pooled(pairs, CLASSIFY, SCORE, pooling_params, lora_request, truncate_prompt_tokens, use_tqdm)
         outputs = self._pooled([*first, *second], EMBED, VECTOR, pooling_params, lora_request, truncate_prompt_tokens,
                                use_tqdm)
@@ -423,11 +423,15 @@ class LLM(VllmMethods):
         if most is not None and most != -1 and most < 1:
             raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {most}")
         each = _for_each("pooling_params", pooling_params, len(prompts))
+        pooling = {number: self._frontend.pooling_spec(self.info, params, task)
+                   for number, params in {id(params): params for params in each}.items()}
         with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as adapters:
+            specs = {number: replace(BASE_SPEC, adapter=number, adapter_name=name)
+                     for number, name in {adapter.number: adapter.name for adapter in adapters}.items()}
             jobs = [self._frontend.pooled_job(
-                self.info, prompt, self._frontend.pooling_spec(self.info, params, task), str(next(self._names)), most,
-                replace(BASE_SPEC, adapter=adapter.number, adapter_name=adapter.name), made)
-                for prompt, params, adapter in zip(prompts, each, adapters, strict=True)]
+                self.info, prompt, pooling[id(params)], str(next(self._names)), most, specs[adapter.number], made)
+                for prompt, params, adapter in zip(
+                    self._frontend.pooled_prompts(prompts, task), each, adapters, strict=True)]
             self._run(jobs, use_tqdm, "Embedding" if task == EMBED else "Classifying")
         return [job.output for job in jobs]
 

@@ -64,6 +64,18 @@ def test_gated(path, kind, tokens, depth, size, with_bias):
     assert off.max() < 3 * CLOSE[kind] * gate.abs().max() * up.abs().max()
 
 
+@product_paths.each(paths.DENSE)
+@FLOATS
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_product_with_an_activation(path, kind, activation):
+    """Of several tiles, and of a panel whose last outputs do not exist."""
+    weight, bias, x = numbers(kind, 72, 96) / 8, numbers(kind, 72), numbers(kind, 33, 96)
+    kernels = CpuKernels(2, path=path)
+    expected = kernels.activate(kernels.linear(weight, bias)(x), activation)
+    close = {torch.float32: 2e-6, torch.bfloat16: 2**-7}[kind]
+    torch.testing.assert_close(kernels.linear(weight, bias, activation)(x), expected, rtol=close, atol=close)
+
+
 def test_linear_of_more_rows_than_are_widened_at_once():
     weight, x = numbers(torch.bfloat16, 96, 576), numbers(torch.bfloat16, 500, 576)
     assert distance(tiled_linear(weight, None, KernelLauncher(2))(x), x.double() @ weight.double().T) < 3e-3

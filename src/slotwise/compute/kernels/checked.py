@@ -62,9 +62,10 @@ class CheckedKernels:
         """Attributes and methods without tensors."""
         return getattr(self._kernels, name)
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(self._kernels.linear, "linear", weight, bias, weight.shape[0])
+        pack = functools.partial(self._kernels.linear, activation=activation)
+        return self._product(pack, "linear", weight, bias, weight.shape[0])
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A product that checks its argument."""

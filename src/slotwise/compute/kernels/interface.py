@@ -803,8 +803,8 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         """Why a model of `kind` cannot have matrices of a quantized format, in one sentence; "" where it can."""
         ...
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Pack `weight [out, in]` once, for many products.
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
+        """Pack `weight [out, in]` once, for many products; with an activation, for many `activation(product)`.
 
         If the weight is a tensor, inputs and results have its type; with a quantized matrix they have any of `kinds`,
         the same for all rows of a product.  Quantized weights are read from their file here, and stay quantized.
@@ -973,8 +973,10 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         ...
 
 
-def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation = "silu") -> Linear:
-    """`gated` for kernels that do not fuse the activation: the product, then the activation."""
+def in_two_steps(
+    kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation | PlainActivation = "silu",
+) -> Linear:
+    """For kernels that do not fuse the activation, the product, then the activation: `gated`, or `linear` with one."""
     product, multiply = kernels.linear(weight, bias), activated(kernels, activation)
     return lambda x: multiply(product(x))
 

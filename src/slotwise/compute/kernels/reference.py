@@ -41,6 +41,7 @@ from slotwise.compute.kernels.interface import (
     Linear,
     LowRank,
     Mixture,
+    PlainActivation,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -345,8 +346,10 @@ class ReferenceKernels:
         """Nothing is refused."""
         return ""
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
         """`weight [out, in]` as a product over the last dimension; a quantized one in float32, dequantized."""
+        if activation is not None:
+            return in_two_steps(self, weight, bias, PlainActivation(activation))
         if isinstance(weight, Tensor):
             return lambda x: F.linear(x, weight, bias)
         floats, added = weight.dequantized().to(self.device), None if bias is None else bias.float()

@@ -63,9 +63,9 @@ class TimedKernels:
         """None while it measures."""
         return None if self._keeps_time else self._kernels.record(work)
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """A timed product."""
-        return self._timed_product(self._kernels.linear(weight, bias))
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
+        """A timed product, any activation included."""
+        return self._timed_product(self._kernels.linear(weight, bias, activation))
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """A timed product, its activation included."""

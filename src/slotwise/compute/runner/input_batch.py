@@ -99,7 +99,7 @@ class SlotTable(SlotListener):
             known = self._send([np.array(request.tokens, np.int64) for request in plan.new_requests], ())
             for request, tokens in zip(plan.new_requests, known, strict=True):
                 first = request.slot * self._stride
-                self._tokens[first : first + len(tokens)] = tokens
+                self._known[first : first + len(tokens)] = self._view(tokens)
         for slot, group, num_blocks in plan.freed_blocks:
             self._ends[group, slot] -= num_blocks
         for slot, group, num_blocks in plan.expired_blocks:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -161,6 +162,12 @@ class ModelRunner:
         if not reads_prompts and (repeated := self._decode_graphs.repeat(plan)) is not None:
             return _ModelOutput(plan, *repeated)
         batch, targets = self._slots.gather(plan)
+        if reads_prompts and isinstance(self._decoder, Decoder) and (
+                narrowed := self._pools.narrowed(plan)) is not None:
+            plan, left = narrowed
+            (at,) = self._send([np.array(left, np.int64)], ())
+            batch = replace(batch, sample_at=batch.sample_at.index_select(0, at))
+            targets = targets.index_select(0, at)
         self._decoder.reach(batch.max_context_len)
         has_trial = bool(plan.drafts) and self._decoder.has_states
         states = DraftedStates(plan, batch, self._caches) if has_trial else None

@@ -28,10 +28,11 @@ already added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import nan
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,15 +179,18 @@ SERIAL_NUMBERS = 32_000  # that torch sums on the calling thread
 LEAST_LENGTH = 1e-12  # a vector shorter than this is divided by it
 
 
-class PendingVector(NamedTuple):
-    """A vector that is being copied from the device."""
+class PendingVectors(NamedTuple):
+    """Vectors that are being copied from the device."""
 
-    row: int  # of the plan
-    vector: Tensor  # [dimensions] float32
+    rows: Sequence[int]  # of the plan
+    vectors: Tensor  # [rows, numbers] float32
 
-    def read(self) -> bytes:
-        """The vector's bytes; empty if a number is not finite.  Call when the device is done with the step."""
-        return self.vector.numpy().astype("<f4").tobytes() if bool(self.vector.isfinite().all()) else b""
+    def read(self) -> dict[int, bytes]:
+        """Each vector's bytes; empty if a number is not finite.  Call when the device is done with the step."""
+        vectors = self.vectors.numpy().astype("<f4", copy=False)
+        are_sound = np.isfinite(vectors).all(axis=1).tolist()
+        return {row: vector.tobytes() if is_sound else b""
+                for row, vector, is_sound in zip(self.rows, vectors, are_sound, strict=True)}
 
 
 class _Pool:
@@ -218,39 +222,42 @@ class _Pool:
             part = part if before is None else before + part
         self._parts = [*self._parts[1 - MAX_PARTS :], (start + len(hidden), part)]
 
-    def pooled(self, last: Tensor) -> Tensor:
-        """The pooled hidden states of the whole prompt, `[hidden]` float32.
-
-        Args:
-            last: `[hidden]`, the hidden state of its last token.
-        """
+    def pooled(self) -> Tensor | None:
+        """The pooled hidden states of the whole prompt, `[hidden]` float32; None: that of its last token."""
         part, count = self._parts[-1][1], self.num_prompt
-        if part is None:
-            return last.float()
         divisors: dict[str, float] = {
             MEAN: count, SQRT_MEAN: count**0.5, WEIGHTED_MEAN: count * (count + 1) / 2}
-        return part / divisors.get(self.params.pooling_type, 1)
+        divisor = divisors.get(self.params.pooling_type, 1)
+        return part if part is None or divisor == 1 else part / divisor
 
-    def result(self, vector: Tensor) -> Tensor:
-        """What the request's client gets of a vector: cut and normalized, or activated."""
-        params = self.params
-        if params.task == CLASSIFY:
-            return ACTIVATED[params.activation](vector)
-        vector = vector[: params.dimensions]
-        return vector / vector.norm().clamp(min=LEAST_LENGTH) if params.normalize else vector
+
+def _results(params: PoolingSpec, vectors: Tensor) -> Tensor:
+    """What clients get of vectors `[rows, numbers]` float32: cut and normalized, or activated.
+
+    Lengths and activations are computed row by row: a result does not depend on the number of rows.
+    """
+    if params.task == CLASSIFY:
+        activate = ACTIVATED.get(params.activation)
+        return vectors if activate is None else torch.stack([activate(vector) for vector in vectors])
+    vectors = vectors[:, : params.dimensions]
+    if not params.normalize:
+        return vectors
+    lengths = torch.stack([vector.norm() for vector in vectors]).clamp(min=LEAST_LENGTH)
+    return vectors / lengths[:, None]
 
 
 def _sum(hidden: Tensor) -> Tensor:
     """The sum of the rows of `[positions, hidden]`, float32, on one thread: waking others takes longer."""
     rows = max(1, SERIAL_NUMBERS // hidden.shape[1])
-    total = torch.zeros(hidden.shape[1], device=hidden.device)
-    for part in hidden.split(rows):
+    first, *others = [hidden] if len(hidden) <= rows else hidden.split(rows)
+    total = first.sum(0, dtype=torch.float32)
+    for part in others:
         total += part.sum(0, dtype=torch.float32)
     return total
 
 
 ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda numbers: numbers, SIGMOID: torch.sigmoid, SOFTMAX: lambda numbers: numbers.softmax(-1)}
+    SIGMOID: torch.sigmoid, SOFTMAX: lambda numbers: numbers.softmax(-1)}
 
 
 class PoolingHeads(Protocol):
@@ -289,38 +296,51 @@ class PooledPrompts(SlotListener):
         """Whether `plan` has a row of a pooled request."""
         return bool(self._pools) and any(slot in self._pools for slot in plan.slots)
 
-    def add(self, plan: StepPlan, hidden: Tensor, heads: PoolingHeads, at_a_time: int) -> list[PendingVector]:
+    def narrowed(self, plan: StepPlan) -> tuple[StepPlan, list[int]] | None:
+        """The plan as far as hidden states are pooled: of `cls`, only that of a prompt's first token is needed.
+
+        Returns its `num_logits`, and which of the positions it wanted are left; None: all of them.
+        """
+        counts, left, at = list(plan.num_logits), list[int](), 0
+        for row, (slot, wanted) in enumerate(zip(plan.slots, plan.num_logits, strict=True)):
+            pool = self._pools.get(slot)
+            if pool is not None and pool.params.pooling_type == CLS and plan.kinds[row] is not RowKind.DECODE:
+                counts[row] = int(plan.starts[row] == 0 and wanted > 0)
+            left += range(at, at + counts[row])
+            at += wanted
+        return None if len(left) == at else (plan._replace(num_logits=tuple(counts)), left)
+
+    def add(self, plan: StepPlan, hidden: Tensor, heads: PoolingHeads, at_a_time: int) -> list[PendingVectors]:
         """Add a step's hidden states; returns the vectors of the prompts that it completes.
 
         Args:
             hidden: `[positions, hidden]`, of all positions of the plan where logits or hidden states are wanted.
             at_a_time: rows of logits in memory.
         """
-        complete: dict[str, list[tuple[int, _Pool, Tensor]]] = {EMBED: [], CLASSIFY: [], LABELS: []}
+        complete: dict[PoolingSpec, list[tuple[int, Tensor]]] = {}
         end = 0
         for row, (slot, wanted) in enumerate(zip(plan.slots, plan.num_logits, strict=True)):
             end += wanted
             pool = self._pools.get(slot)
-            if pool is None or not wanted or plan.kinds[row] is RowKind.DECODE:  # held: computed for nothing
+            if pool is None or plan.kinds[row] is RowKind.DECODE:  # held: computed for nothing
                 continue
-            if pool.params.reads_all:
+            if pool.params.reads_all and wanted:
                 pool.add(plan.starts[row], hidden[end - wanted : end])
             if plan.starts[row] + plan.counts[row] == pool.num_prompt:
-                last = hidden[end - 1]
-                vector = last if pool.params.task == LABELS else pool.pooled(last).to(hidden.dtype)
-                complete[pool.params.task].append((row, pool, vector))
+                vector = pool.pooled()
+                complete.setdefault(pool.params, []).append((row, hidden[end - 1] if vector is None else vector))
         found = []
-        for task, compute in ((EMBED, heads.embedded), (CLASSIFY, heads.classified)):
-            if rows := complete[task]:
-                vectors = compute(torch.stack([vector for *_, vector in rows])).float()
-                found += [PendingVector(row, to_host(pool.result(vector)))
-                          for (row, pool, _), vector in zip(rows, vectors, strict=True)]
-        labels = complete[LABELS]
-        for first in range(0, len(labels), at_a_time):
-            some = labels[first : first + at_a_time]
-            logits = heads.logits(torch.stack([last for *_, last in some]))
-            found += [PendingVector(row, to_host(_label_logprobs(one, pool.params.label_ids)))
-                      for (row, pool, _), one in zip(some, logits, strict=True)]
+        for params, some in complete.items():
+            rows, vectors = [row for row, _ in some], [vector for _, vector in some]
+            if params.task == LABELS:
+                found += [PendingVectors(rows[first : first + at_a_time], to_host(torch.stack([
+                    _label_logprobs(one, params.label_ids)
+                    for one in heads.logits(torch.stack(vectors[first : first + at_a_time]))])))
+                    for first in range(0, len(rows), at_a_time)]
+                continue
+            compute = heads.embedded if params.task == EMBED else heads.classified
+            computed = compute(torch.stack(vectors).to(hidden.dtype)).float()
+            found.append(PendingVectors(rows, to_host(_results(params, computed))))
         return found
 
     def holds(self, slot: int) -> bool:

@@ -34,7 +34,7 @@ from slotwise.compute.kernels.reference import FAILED
 from slotwise.compute.model.layer_groups import by_layer
 from slotwise.compute.model.layers.attention import StateAdvance
 from slotwise.compute.runner.input_batch import SlotTable
-from slotwise.compute.runner.prompt_results import PendingEntries, PendingVector, workspace_rows
+from slotwise.compute.runner.prompt_results import PendingEntries, PendingVectors, workspace_rows
 from slotwise.compute.runner.sampling.sampler import PendingTokens, SampledTokens, Sampling
 from slotwise.compute.runner.staging import event_of, rows_of
 from slotwise.core.record import StepPlan, StepResult, TokenLogprobs
@@ -87,7 +87,7 @@ class OfPrompts(NamedTuple):
     """What a step has computed of prompts in addition to keys and values."""
 
     described: Sequence[PendingEntries] = ()
-    pooled: Sequence[PendingVector] = ()
+    pooled: Sequence[PendingVectors] = ()
 
 
 NOTHING = OfPrompts()
@@ -136,7 +136,9 @@ class RowTokens:
         rows = range(self._plan.num_rows)
         found = {one.row: one.read() for one in of_prompts.described}
         prompts = tuple([found.get(row, ()) for row in rows]) if found else ()
-        vectors = {one.row: one.read() for one in of_prompts.pooled}
+        vectors: dict[int, bytes] = {}
+        for some in of_prompts.pooled:
+            vectors |= some.read()
         pooled = tuple([vectors.get(row, b"") for row in rows]) if vectors else ()
         failed = sorted([*self._failed, *(row for row, vector in vectors.items() if not vector)])
         return StepResult(self._plan.step, tuple(self.tokens), logprobs, tuple(failed), prompts, pooled)

@@ -23,6 +23,7 @@ from slotwise.compute.kernels.cpu import (
 from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, latent_columns, padded
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all, compile_here
 from slotwise.compute.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
+from slotwise.compute.kernels.cpu.memory import keep_freed
 from slotwise.compute.kernels.cpu.products import experts, gemm, onednn, paths, quantize
 from slotwise.compute.kernels.cpu.products.linear import PackedPart
 from slotwise.compute.kernels.cpu.products.low_rank import CpuAdapters
@@ -47,6 +48,7 @@ from slotwise.compute.kernels.interface import (
     LayerShape,
     Linear,
     Mixture,
+    PlainActivation,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -118,6 +120,7 @@ class CpuKernels:
         compile_all([*self.packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind, torch.float32], PROGRAM, WORK, RUN_SHARED, READ])
         compile_here(self.packing.kernels_of_blocks(kind))  # workers do not know these by name
+        keep_freed()
 
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""
@@ -174,9 +177,12 @@ class CpuKernels:
         """Formats without a layout in `block_layout.py`, and 8-bit floats without a product in `linear_fp8.py`."""
         return self.packing.refusal(format, kind)
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]`, packed once for many products."""
-        return self.packing.linear(weight, bias)
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
+        """`weight [out, in]`, packed once for many products.  On most paths an activation is part of the product."""
+        if activation is None:
+            return self.packing.linear(weight, bias)
+        product = self.packing.activated(weight, bias, ACTIVATIONS.index(activation))
+        return in_two_steps(self, weight, bias, PlainActivation(activation)) if product is None else product
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""

@@ -50,6 +50,8 @@ X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HE
 BIAS, THREADS = OFFSET_BITS + 1, OFFSET_BITS + 2
 CAP_BITS = EPS_BITS
 ACTIVATION, IS_GATED = EPS_BITS, OFFSET_BITS
+# Instead of the number of an activation; and numbers that `activate_columns` changes.
+NO_ACTIVATION, COLUMNS = -1, 32
 ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
 
 
@@ -223,8 +225,14 @@ def _sigmoid_mul(words: int, kind: Real) -> None:
 
 
 @kernel
-def _gelu_mul(words: int, kind: Real) -> None:
+def _gelu_tanh(x: float) -> float:
     """GELU by tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), for y = sqrt(2 / pi) * (x + 0.044715 * x**3)."""
+    return x * sigmoid(x * (GELU_FIRST + GELU_THIRD * x * x))
+
+
+@kernel
+def _gelu_mul(words: int, kind: Real) -> None:
+    """`gelu_tanh(gate) * up`."""
     size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
     bytes_of_row = size * bytes_of(kind)
     token = fetch_add(words, 1)
@@ -232,9 +240,7 @@ def _gelu_mul(words: int, kind: Real) -> None:
         gate = load(words, X, INT64) + 2 * token * bytes_of_row
         up, out = gate + bytes_of_row, load(words, OUT, INT64) + token * bytes_of_row
         for i in range(size):
-            value = load(gate, i, kind)
-            power = value * (GELU_FIRST + GELU_THIRD * value * value)
-            store(out, i, value * sigmoid(power) * load(up, i, kind), kind)
+            store(out, i, _gelu_tanh(load(gate, i, kind)) * load(up, i, kind), kind)
         token = fetch_add(words, 1)
 
 
@@ -246,6 +252,38 @@ def _gelu(x: float) -> float:
     left = ((((ERF_5 * t + ERF_4) * t + ERF_3) * t + ERF_2) * t + ERF_1) * t * exp2(-y * y * LOG2_E)
     half = HALF * left  # the probability beyond |x|
     return x * (ONE - half) if x > ZERO else x * half
+
+
+@kernel
+def _relu2(x: float) -> float:
+    value = larger(x, ZERO)
+    return value * value
+
+
+@kernel
+def activate_columns(x: int, number: int, kind: Real) -> None:
+    """The activation with this number in `interface.ACTIVATIONS` of COLUMNS numbers at `x`, in place.
+
+    Loops of a constant length become whole vectors.
+    """
+    if number == 0:
+        for i in range(COLUMNS):
+            store(x, i, load(x, i, kind) * sigmoid(load(x, i, kind)), kind)
+    elif number == 1:
+        for i in range(COLUMNS):
+            store(x, i, _gelu_tanh(load(x, i, kind)), kind)
+    elif number == 2:
+        for i in range(COLUMNS):
+            store(x, i, _gelu(load(x, i, kind)), kind)
+    elif number == 3:
+        for i in range(COLUMNS):
+            store(x, i, load(x, i, kind) * sigmoid(QUICK * load(x, i, kind)), kind)
+    elif number == 4:
+        for i in range(COLUMNS):
+            store(x, i, larger(load(x, i, kind), ZERO), kind)
+    else:
+        for i in range(COLUMNS):
+            store(x, i, _relu2(load(x, i, kind)), kind)
 
 
 @kernel
@@ -269,9 +307,7 @@ def _activate(words: int, kind: Real) -> None:
                 store(out, i, value * sigmoid(value) * _up(up, i, kind), kind)
         elif number == 1:
             for i in range(size):
-                value = load(x, i, kind)
-                power = value * (GELU_FIRST + GELU_THIRD * value * value)
-                store(out, i, value * sigmoid(power) * _up(up, i, kind), kind)
+                store(out, i, _gelu_tanh(load(x, i, kind)) * _up(up, i, kind), kind)
         elif number == 2:
             for i in range(size):
                 store(out, i, _gelu(load(x, i, kind)) * _up(up, i, kind), kind)
@@ -284,8 +320,7 @@ def _activate(words: int, kind: Real) -> None:
                 store(out, i, larger(load(x, i, kind), ZERO) * _up(up, i, kind), kind)
         else:
             for i in range(size):
-                value = larger(load(x, i, kind), ZERO)
-                store(out, i, value * value * _up(up, i, kind), kind)
+                store(out, i, _relu2(load(x, i, kind)) * _up(up, i, kind), kind)
         token = fetch_add(words, 1)
 
 

@@ -34,6 +34,7 @@ from slotwise.compute.kernels.interface import (
     LayerShape,
     Linear,
     Mixture,
+    PlainActivation,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -139,12 +140,14 @@ class CudaKernels:
         """Formats whose groups would be cut by every chunk that tensor cores multiply are refused."""
         return packed.refusal(format)
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
         """A product over the last dimension, by cuBLAS, or with quantized weights by `packed.py` or `narrow.py`.
 
         Raises:
             ValueError: the format is refused.
         """
+        if activation is not None:
+            return in_two_steps(self, weight, bias, PlainActivation(activation))
         if isinstance(weight, QuantizedMatrix) and narrow.is_narrow(weight.format, self._capability):
             narrowed = narrow.pack(weight, self.device)
             return lambda x: narrow.multiply(x, narrowed, bias)

@@ -13,12 +13,11 @@ outputs, or of the inputs.  Neither changes a family's file.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from slotwise.compute.kernels.interface import Activation, activated
+from slotwise.compute.kernels.interface import Activation, PlainActivation, activated
 from slotwise.compute.kernels.interface import Linear as PackedLinear
 from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight, reordered
 from slotwise.compute.model.layers.rank_weights import NO_CUTS, WeightSource
@@ -32,6 +31,7 @@ class Linear:
     Args:
         parts: outputs of each weight, by its name in the checkpoint without ".weight" or ".bias".
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
+        activation: of all outputs.
         order: the checkpoint's output at each place, of some or all of them; None: as in the checkpoint.
         is_exact: never quantized: a product whose outputs choose.
         cuts: the part of each weight that this rank holds (`rank_weights.py`); `parts` and `inputs` are the whole's.
@@ -40,8 +40,8 @@ class Linear:
 
     def __init__(
         self, source: WeightSource, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
-        gate: Activation | None = None, order: Tensor | None = None, is_exact: bool = False, cuts: Cuts = NO_CUTS,
-        is_partial: bool = False,
+        gate: Activation | None = None, activation: Activation | None = None, order: Tensor | None = None,
+        is_exact: bool = False, cuts: Cuts = NO_CUTS, is_partial: bool = False,
     ) -> None:
         kernels, group = source.kernels, source.group
         is_row_parallel = any(cut.columns is not None for cut in cuts.values())
@@ -66,12 +66,15 @@ class Linear:
         if self._adapters is not None:
             self._added = self._adapters.register(AdaptableProduct(
                 parts, inputs, cuts, order, biases, adds_biases=not (is_row_parallel and group.rank)))
-            self._activate, gate = None if gate is None else activated(kernels, gate), None
+            chosen = gate if activation is None else PlainActivation(activation)
+            self._activate = None if chosen is None else activated(kernels, chosen)
+            gate = activation = None
         if is_exact and isinstance(weight, Tensor):
             self._product, self.bytes = kernels.exact_linear(weight, biases), weight.nbytes
         else:
-            pack = kernels.linear if gate is None else functools.partial(kernels.gated, activation=gate)
-            self._product, self.bytes = pack(weight, biases), kernels.linear_bytes(weight)  # as packed
+            self._product = kernels.linear(weight, biases, activation) if gate is None else kernels.gated(
+                weight, biases, gate)
+            self.bytes = kernels.linear_bytes(weight)  # as packed
         self.bytes += 0 if biases is None else self.outputs * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:

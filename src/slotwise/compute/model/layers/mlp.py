@@ -105,13 +105,12 @@ class PlainMLP:
         if source.group.size > 1:
             own = mlp_share(intermediate, source.group, source.unit)
             up_cuts, down_cuts = {up: Cut((own,))}, {down: Cut(columns=own)}
-        self._kernels, self._activation = source.kernels, activation
-        self.up = Linear(source, {up: intermediate}, hidden, bias=bias, cuts=up_cuts)
+        self.up = Linear(source, {up: intermediate}, hidden, bias=bias, activation=activation, cuts=up_cuts)
         self.down = Linear(source, {down: hidden}, intermediate, bias=bias, cuts=down_cuts, is_partial=is_partial)
         self.bytes = self.token_bytes = self.up.bytes + self.down.bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._kernels.activate(self.up(x), self._activation))
+        return self.down(self.up(x))
 
 
 @dataclass(frozen=True, slots=True)

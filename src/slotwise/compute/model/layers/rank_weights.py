@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.group import SINGLE_RANK, Group
-from slotwise.compute.kernels.interface import AttentionShape, Kernels, LatentShape, Linear
+from slotwise.compute.kernels.interface import Activation, AttentionShape, Kernels, LatentShape, Linear
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.lora_weights import LoraWeights
@@ -226,7 +226,7 @@ class _PackedSizes(ReferenceKernels):
         self.linear_bytes = kernels.linear_bytes  # type: ignore[method-assign]
         self.head_bytes = kernels.head_bytes  # type: ignore[method-assign]
 
-    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None, activation: Activation | None = None) -> Linear:
         return lambda x: x
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:

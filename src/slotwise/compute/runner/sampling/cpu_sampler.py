@@ -58,6 +58,8 @@ class Sampler(Sampling):
 
     def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
+        if request.spec.pooling is not None:
+            return  # nothing is drawn
         params = self._params.join(request)
         self._edits.pop(request.slot, None)
         (self._not_greedy.add if params.greedy_from else self._not_greedy.discard)(request.slot)

@@ -38,6 +38,7 @@ from torch import Tensor
 from slotwise.compute.kernels.cpu.cache import stored_order
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
+from slotwise.compute.kernels.cpu.pointwise import NO_ACTIVATION, activate_columns
 from slotwise.compute.kernels.cpu.processor import PAIR
 from slotwise.compute.kernels.cpu.products.gemm import (
     GATED,
@@ -74,9 +75,9 @@ AHEAD = 4096
 # Of rows widened at once: a quarter of a typical second-level cache.
 BLOCK_FLOATS = 1 << 16
 
-# Arguments of every product, in words after the header; only products in float32 have MULTIPLY_ADDRESS.
+# Arguments of every product, in words after the header; of those behind SOURCES a kernel reads its own.
 (X, WEIGHT, BIAS, ORDER, OUT, TOKENS, DEPTH, OUTPUTS, STORED, FORM, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS, BLOCKS,
- SOURCES, MULTIPLY_ADDRESS) = range(HEADER, HEADER + 17)
+ SOURCES, MULTIPLY_ADDRESS, ACTIVATION) = range(HEADER, HEADER + 18)
 # The arguments that a table names for each block.
 OF_WEIGHTS = slice(WEIGHT - X, OUT - X)
 
@@ -176,6 +177,7 @@ class PackedWeights:
         floats: of scratch memory per thread.
         multiply: the kernel that `code` calls.
         form: of results, as in `gemm.py`.
+        activation: of results of the form PLAIN, by its number in `interface.ACTIVATIONS`; only in panel products.
     """
 
     code: CompiledKernel
@@ -188,6 +190,7 @@ class PackedWeights:
     floats: int
     multiply: CompiledKernel | None = None
     form: int = PLAIN
+    activation: int = NO_ACTIVATION
 
     def product(self, launcher: KernelLauncher) -> Linear:
         """The product with these weights."""
@@ -211,7 +214,7 @@ class PackedWeights:
             x, self.panels.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, out, tokens, self.depth,
             self.outputs, self.stored, self.form, self.block_rows(tokens),
             launcher.scratch(launcher.threads * self.floats), self.floats * 4, launcher.threads, *tables,
-            0 if multiply is None else multiply.address)
+            0 if multiply is None else multiply.address, self.activation)
 
 
 class PackedPart(Protocol):
@@ -477,7 +480,7 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
     ) -> None:
         """Multiply one panel with a block of rows, while the panel at `following` is prefetched."""
         first, rows, weights, bias, _ = block
-        stored, form = load(words, STORED, INT64), load(words, FORM, INT64)
+        stored, form, activation = load(words, STORED, INT64), load(words, FORM, INT64), load(words, ACTIVATION, INT64)
         units = (load(words, DEPTH, INT64) + layout.unit - 1) // layout.unit
         width = layout.columns // 2 if form == GATED else layout.columns
         size = result_bytes(form, kind)
@@ -498,6 +501,9 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
             multiply(words, Tile(
                 weights, bias + panel * layout.columns * 4, count, row, _filled_up(rows, layout.whole) | layout.odd,
                 memory + layout.rows, memory, target, target_stride, form, asked, step))
+            if activation != NO_ACTIVATION:
+                for i in range(count):  # while they are in the first-level cache
+                    activate_columns(target + i * target_stride, activation, kind)
             if left < width:
                 for i in range(count):
                     copy_results(target + i * target_stride, place + i * stride, left, form, kind)

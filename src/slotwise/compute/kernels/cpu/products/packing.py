@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -164,6 +165,17 @@ class Packing:
         assert isinstance(weight, Tensor)
         own = self._own(weight)
         return None if own is None else own(weight, bias, self._launcher, GATED)
+
+    def activated(self, weight: Weight, bias: Tensor | None, number: int) -> Linear | None:
+        """`weight [out, in]` with the activation of this number in the product; None if its path cannot do that."""
+        if self.quantizes or self._recorded is not None or not isinstance(weight, Tensor):
+            return None
+        own = self._own(weight)
+        if own is None:
+            return None
+        product = own(weight, bias, self._launcher)
+        assert isinstance(product, PackedProduct)
+        return replace(product.packed, activation=number).product(self._launcher)
 
     def can_gate(self, weight: Weight) -> bool:
         """Whether `gated` packs this weight."""

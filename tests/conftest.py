@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import logging
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,8 @@ from support import leftovers
 settings.register_profile("busy", deadline=None, suppress_health_check=[
     HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large])
 settings.load_profile("busy")
+
+earlier_threads: set[threading.Thread] = set()
 
 
 def pytest_configure() -> None:
@@ -34,6 +38,19 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    earlier_threads.clear()
+    earlier_threads.update(set(threading.enumerate()) - {threading.current_thread()})
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What this test logs: a thread that outlives the test that started it, on a busy machine, may log meanwhile."""
+    class OfThisTest(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return threading.current_thread() not in earlier_threads
+
+    with caplog.filtering(OfThisTest()):
+        yield caplog
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,11 +25,10 @@ from slotwise.compute.kernels.cpu.convolution import (
     of_states,
     state_of,
 )
-from slotwise.compute.kernels.cpu.jit.compiler import kernel, specialized
+from slotwise.compute.kernels.cpu.jit.compiler import kernel
 from slotwise.compute.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
 from slotwise.compute.kernels.cpu.pointwise import inverse_rms
 from slotwise.compute.kernels.cpu.simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
@@ -43,6 +42,7 @@ from slotwise.compute.kernels.cpu.simd import (
     float32,
     float64,
     float_of,
+    for_floats,
     load,
     log,
     sigmoid,
@@ -169,10 +169,7 @@ def _rule(words: int, kind: Real) -> None:
         item = fetch_add(words, 1)
 
 
-RULE = {
-    torch.bfloat16: specialized(_rule, BFLOAT16),
-    torch.float32: specialized(_rule, FLOAT32),
-}
+RULE = for_floats(_rule)
 
 
 def gated_delta(

@@ -28,6 +28,7 @@ from slotwise.compute.kernels.cpu.simd import (
     fetch_add,
     float32,
     float_of,
+    for_floats,
     larger,
     load,
     prefetch_all,
@@ -270,7 +271,7 @@ def _rotary_store(words: int, kind: Real, stored: Real) -> None:
         item = pop(words, thread, threads, items)
 
 
-SQUARES_OF = {torch.bfloat16: specialized(_squares, BFLOAT16), torch.float32: specialized(_squares, FLOAT32)}
+SQUARES_OF = for_floats(_squares)
 ROTARY_STORE = {
     (torch.bfloat16, torch.bfloat16): specialized(_rotary_store, BFLOAT16, BFLOAT16),
     (torch.float32, torch.float32): specialized(_rotary_store, FLOAT32, FLOAT32),

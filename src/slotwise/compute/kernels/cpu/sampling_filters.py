@@ -19,12 +19,10 @@ inverting the cumulative weights, in order of token id.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.compute.kernels.cpu.simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
@@ -38,6 +36,7 @@ from slotwise.compute.kernels.cpu.simd import (
     float32,
     float64,
     float_of,
+    for_floats,
     int32,
     int64,
     load,
@@ -171,14 +170,8 @@ def _order(value: float) -> int:
     return int32((int32(bits & int32(0x7FFFFFFF)) ^ sign) - sign)
 
 
-GREEDY = {
-    torch.bfloat16: specialized(_greedy, BFLOAT16),
-    torch.float32: specialized(_greedy, FLOAT32),
-}
-MASKED_GREEDY = {
-    torch.bfloat16: specialized(_masked_greedy, BFLOAT16),
-    torch.float32: specialized(_masked_greedy, FLOAT32),
-}
+GREEDY = for_floats(_greedy)
+MASKED_GREEDY = for_floats(_masked_greedy)
 MASK = CompiledKernel(_mask)
 
 
@@ -389,9 +382,6 @@ def _uniform(seed: int, index: int) -> float:
     return float64(((b << _WORD) | a) >> uint64(11)) * 2.0**-53
 
 
-WIDEN = {
-    torch.bfloat16: specialized(_widen, BFLOAT16),
-    torch.float32: specialized(_widen, FLOAT32),
-}
+WIDEN = for_floats(_widen)
 DRAW = CompiledKernel(_draw)
 LOG_PROBABILITIES = CompiledKernel(_log_probabilities)

@@ -35,13 +35,12 @@ from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_al
 from slotwise.compute.kernels.cpu.launcher import HEADER, KernelLauncher
 from slotwise.compute.kernels.cpu.memory import aligned
 from slotwise.compute.kernels.cpu.simd import (
-    BFLOAT16,
-    FLOAT32,
     INT64,
     Real,
     bytes_of,
     exchange,
     fetch_add,
+    for_floats,
     load,
     look,
     nap,
@@ -179,10 +178,9 @@ def _collect(words: int, kind: Real) -> None:
         row = fetch_add(words, 1)
 
 
-_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-OFFER = {kind: specialized(_offer, element) for kind, element in _KINDS.items()}
-ADD_UP = {kind: specialized(_add_up, element) for kind, element in _KINDS.items()}
-COLLECT = {kind: specialized(_collect, element) for kind, element in _KINDS.items()}
+OFFER = for_floats(_offer)
+ADD_UP = for_floats(_add_up)
+COLLECT = for_floats(_collect)
 MEET = specialized(_meet)
 
 
@@ -342,8 +340,8 @@ def _receive(words: int, kind: Real) -> None:
     exchange(box + LINE, number + 1)
 
 
-SEND = {kind: specialized(_send, element) for kind, element in _KINDS.items()}
-RECEIVE = {kind: specialized(_receive, element) for kind, element in _KINDS.items()}
+SEND = for_floats(_send)
+RECEIVE = for_floats(_receive)
 
 
 class SharedPipe:

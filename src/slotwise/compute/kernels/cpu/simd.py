@@ -17,11 +17,22 @@ from collections.abc import Callable, Sequence
 from typing import NewType, Protocol, cast, overload
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slotwise.compute.kernels.cpu.jit.compiler import FLOAT, INT, KIND, VALUE, ElementType, intrinsic, kernel
+from slotwise.compute.kernels.cpu.jit.compiler import (
+    FLOAT,
+    INT,
+    KIND,
+    VALUE,
+    CompiledKernel,
+    ElementType,
+    intrinsic,
+    kernel,
+    specialized,
+)
 from slotwise.compute.kernels.cpu.jit.llvm import (
     BYTE,
     EXP2,
@@ -119,6 +130,15 @@ PAIRS = Real(np.int16(0))
 INT8 = Real(np.int8(0))
 INT32 = Whole(np.int32(0))
 INT64 = Whole(np.int64(0))
+
+FLOATS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+"""The kinds of activations, by their types."""
+
+
+def for_floats(part: Callable[[int, Real], None]) -> dict[torch.dtype, CompiledKernel]:
+    """The kernels that call `part(words, kind)`, by the type of the activations."""
+    return {dtype: specialized(part, kind) for dtype, kind in FLOATS.items()}
+
 
 float32, float64, sqrt, log = (cast("Callable[[float], float]", each) for each in (
     np.float32, np.float64, np.sqrt, np.log))

@@ -25,10 +25,9 @@ from slotwise.compute.kernels.cpu.convolution import (
     of_states,
     state_of,
 )
-from slotwise.compute.kernels.cpu.jit.compiler import kernel, specialized
+from slotwise.compute.kernels.cpu.jit.compiler import kernel
 from slotwise.compute.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
 from slotwise.compute.kernels.cpu.simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
@@ -41,6 +40,7 @@ from slotwise.compute.kernels.cpu.simd import (
     fetch_add,
     float32,
     float_of,
+    for_floats,
     larger,
     load,
     sigmoid,
@@ -241,9 +241,9 @@ def _selective(words: int, kind: Real) -> None:
         item = fetch_add(words, 1)
 
 
-SPACE = {torch.bfloat16: specialized(_space, BFLOAT16), torch.float32: specialized(_space, FLOAT32)}
-GATE = {torch.bfloat16: specialized(_gate, BFLOAT16), torch.float32: specialized(_gate, FLOAT32)}
-SELECTIVE = {torch.bfloat16: specialized(_selective, BFLOAT16), torch.float32: specialized(_selective, FLOAT32)}
+SPACE = for_floats(_space)
+GATE = for_floats(_gate)
+SELECTIVE = for_floats(_selective)
 
 
 def state_space(

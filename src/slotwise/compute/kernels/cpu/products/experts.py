@@ -31,7 +31,6 @@ from slotwise.compute.kernels.cpu.jit.compiler import kernel, specialized
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.compute.kernels.cpu.products.linear import BLOCK_WORDS, OF_WEIGHTS, PackedPart, Tables
 from slotwise.compute.kernels.cpu.simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
@@ -45,6 +44,7 @@ from slotwise.compute.kernels.cpu.simd import (
     fill,
     float32,
     float_of,
+    for_floats,
     int64,
     larger,
     load,
@@ -258,10 +258,9 @@ def _divide(words: int) -> None:
     store(table, 0, count, INT64)
 
 
-_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-ROUTE = {dtype: specialized(_route, kind) for dtype, kind in _KINDS.items()}
-COMBINE = {dtype: specialized(_combine, kind) for dtype, kind in _KINDS.items()}
-SCALE = {dtype: specialized(_scale, kind) for dtype, kind in _KINDS.items()}
+ROUTE = for_floats(_route)
+COMBINE = for_floats(_combine)
+SCALE = for_floats(_scale)
 DIVIDE = specialized(_divide)
 
 

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.compute.kernels.cpu.cache import stored_order
-from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.compute.kernels.cpu.pointwise import NO_ACTIVATION, activate_columns
 from slotwise.compute.kernels.cpu.processor import PAIR
@@ -50,7 +50,6 @@ from slotwise.compute.kernels.cpu.products.gemm import (
     call_multiply,
 )
 from slotwise.compute.kernels.cpu.simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
@@ -59,6 +58,7 @@ from slotwise.compute.kernels.cpu.simd import (
     bytes_of,
     fetch_add,
     fill,
+    for_floats,
     load,
     prefetch_all,
     store,
@@ -332,7 +332,7 @@ def _product(words: int, kind: Real) -> None:
         item = fetch_add(words, 1)
 
 
-PRODUCT = {torch.bfloat16: specialized(_product, BFLOAT16), torch.float32: specialized(_product, FLOAT32)}
+PRODUCT = for_floats(_product)
 
 
 def pack_panels(weight: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from slotwise.compute.kernels.cpu.products.linear import (
     panel_product,
     x_at,
 )
-from slotwise.compute.kernels.cpu.simd import BFLOAT16, INT64, ZERO, load, store
+from slotwise.compute.kernels.cpu.simd import BFLOAT16, INT64, ZERO, Real, bytes_of, load, store
 from slotwise.compute.kernels.interface import Linear
 
 # Bytes of weights between what is read and what is prefetched, where a panel is read only once.
@@ -91,19 +91,30 @@ copy_line: Callable[[int, int], None] = intrinsic(_copy_line, INT, INT)
 
 
 @kernel
-def pack_block(words: int, first: int, rows: int, padded: int, target: int) -> None:
-    """Pack rows `first ... first + rows` of x as strips of `padded` rows, the last strip filled up with zeros."""
-    depth = load(words, DEPTH, INT64)
-    whole = depth // STRIP * STRIP
+def copy_to_strips(x: int, count: int, strip: int, strip_bytes: int, kind: Real) -> None:
+    """Copy `count` numbers at `x` to strips, `strip_bytes` apart, of a cache line each; the last ends with zeros."""
+    line = STRIP_ROW_BYTES // bytes_of(kind)
+    whole = count // line * line
+    for start in range(0, whole, line):
+        copy_line(x + start * bytes_of(kind), strip)
+        strip += strip_bytes
+    if whole < count:
+        for i in range(line):
+            store(strip, i, load(x, whole + i, kind) if whole + i < count else ZERO, kind)
+
+
+@kernel
+def pack_rows(words: int, first: int, rows: int, strip_rows: int, target: int, kind: Real) -> None:
+    """Pack rows `first ... first + rows` of x as strips of `strip_rows` rows."""
     for row in range(rows):
-        x = x_at(words, first + row, BFLOAT16)
-        strip = target + row * STRIP_ROW_BYTES
-        for start in range(0, whole, STRIP):
-            copy_line(x + start * 2, strip)
-            strip += padded * STRIP_ROW_BYTES
-        if whole < depth:
-            for i in range(STRIP):
-                store(strip, i, load(x, whole + i, BFLOAT16) if whole + i < depth else ZERO, BFLOAT16)
+        copy_to_strips(x_at(words, first + row, kind), load(words, DEPTH, INT64), target + row * STRIP_ROW_BYTES,
+                       strip_rows * STRIP_ROW_BYTES, kind)
+
+
+@kernel
+def pack_block(words: int, first: int, rows: int, strip_rows: int, target: int) -> None:
+    """`pack_rows` of bfloat16."""
+    pack_rows(words, first, rows, strip_rows, target, BFLOAT16)
 
 
 def around(path: str) -> tuple[Callable[[int], None], ...]:

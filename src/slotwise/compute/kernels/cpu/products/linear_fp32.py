@@ -30,10 +30,9 @@ from slotwise.compute.kernels.cpu.products.linear import (
     Tile,
     in_panels,
     panel_product,
-    x_at,
 )
-from slotwise.compute.kernels.cpu.products.linear_bf16 import AHEAD, BLOCK_BYTES, copy_line
-from slotwise.compute.kernels.cpu.simd import FLOAT32, INT64, ZERO, load, store
+from slotwise.compute.kernels.cpu.products.linear_bf16 import AHEAD, BLOCK_BYTES, pack_rows
+from slotwise.compute.kernels.cpu.simd import FLOAT32, INT64, load
 from slotwise.compute.kernels.interface import Linear
 
 STRIP = STRIP_PAIRS  # inputs of a row that lie together: a cache line
@@ -53,19 +52,8 @@ gemm = cast("Callable[..., None]", intrinsic(_gemm, *[INT] * (1 + len(Bf16Panel.
 
 
 @kernel
-def pack_block(words: int, first: int, rows: int, strip_rows: int, target: int) -> None:
-    """Pack rows `first ... first + rows` of x as strips of `strip_rows` rows, the last strip filled up with zeros."""
-    depth = load(words, DEPTH, INT64)
-    whole = depth // STRIP * STRIP
-    for row in range(rows):
-        x = x_at(words, first + row, FLOAT32)
-        strip = target + row * STRIP_ROW_BYTES
-        for start in range(0, whole, STRIP):
-            copy_line(x + start * 4, strip)
-            strip += strip_rows * STRIP_ROW_BYTES
-        if whole < depth:
-            for i in range(STRIP):
-                store(strip, i, load(x, whole + i, FLOAT32) if whole + i < depth else ZERO, FLOAT32)
+def _pack_block(words: int, first: int, rows: int, strip_rows: int, target: int) -> None:
+    pack_rows(words, first, rows, strip_rows, target, FLOAT32)
 
 
 @kernel
@@ -75,7 +63,7 @@ def _multiply(words: int, tile: Tile) -> None:
          tile.target, tile.stride, tile.bias, tile.form, tile.asked, tile.step, tile.memory)
 
 
-PRODUCT = panel_product("float32_in_panels", Method(pack_block, _multiply), PanelLayout(
+PRODUCT = panel_product("float32_in_panels", Method(_pack_block, _multiply), PanelLayout(
     columns=PANEL, unit=STRIP, steps=STRIP, line=LINE_BYTES, behind=0, tallest=gemm_bf16.TALLEST, whole=1, ahead=AHEAD,
     block=BLOCK_BYTES, row=STRIP_ROW_BYTES, results=0, rows=RESULT_BYTES, odd=1), FLOAT32)
 

@@ -60,7 +60,7 @@ from slotwise.compute.kernels.cpu.products.gemm_bf16 import STRIP as PAIRED_STRI
 from slotwise.compute.kernels.cpu.products.gemm_bf16 import STRIP_PAIRS, dot_pairs
 from slotwise.compute.kernels.cpu.products.gemm_bf16 import STRIP_ROW_BYTES as PAIRED_ROW_BYTES
 from slotwise.compute.kernels.cpu.products.linear import in_panels, pack_panels
-from slotwise.compute.kernels.cpu.products.linear_bf16 import copy_line
+from slotwise.compute.kernels.cpu.products.linear_bf16 import copy_to_strips
 from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -241,16 +241,9 @@ rows of `out` whose numbers, int32, are given; `pairs` is at least 1."""
 def _gather_pairs(words: int, rows: int, count: int, target: int) -> None:
     """The `count` rows of x that `rows` names, as strips of bfloat16."""
     inputs = load(words, INPUTS, INT64)
-    whole = inputs // PAIRED_STRIP * PAIRED_STRIP
     for row in range(count):
-        x = load(words, X, INT64) + load(rows, row, INT32) * inputs * 2
-        strip = target + row * PAIRED_ROW_BYTES
-        for start in range(0, whole, PAIRED_STRIP):
-            copy_line(x + start * 2, strip)
-            strip += count * PAIRED_ROW_BYTES
-        if whole < inputs:
-            for i in range(PAIRED_STRIP):
-                store(strip, i, load(x, whole + i, BFLOAT16) if whole + i < inputs else ZERO, BFLOAT16)
+        copy_to_strips(load(words, X, INT64) + load(rows, row, INT32) * inputs * 2, inputs,
+                       target + row * PAIRED_ROW_BYTES, count * PAIRED_ROW_BYTES, BFLOAT16)
 
 
 @kernel

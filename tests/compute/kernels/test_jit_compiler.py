@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 from numba import cfunc, types
+from numba.core.bytecode import FunctionIdentity
 
 from slotwise.compute.kernels.cpu.jit import compiler
-from slotwise.compute.kernels.cpu.jit.compiler import INT, KIND, VALUE, intrinsic, kernel, specialized
+from slotwise.compute.kernels.cpu.jit.compiler import INT, KIND, VALUE, CompiledKernel, intrinsic, kernel, specialized
+from slotwise.compute.kernels.cpu.jit.llvm import LONG
+from slotwise.compute.kernels.cpu.jit.store import KernelStore
 from slotwise.compute.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, INT32, INT64, bytes_of, load, store
 
 
@@ -50,6 +56,36 @@ def test_kernels_of_other_kinds_are_other_kernels_that_one_process_links():
         compiler.compile_all([made])  # from disk, where an earlier run left it
         made.call(words.ctypes.data)
         assert words.tolist() == [10 * size]
+
+
+def _mixing(amount):
+    """A kernel that mixes `amount` into a number by a part that is too long to be inlined."""
+    mix = intrinsic(lambda builder, number: functools.reduce(
+        lambda mixed, _: builder.xor(builder.mul(mixed, LONG(3)), LONG(amount)), range(400), number), INT, returns=INT)
+
+    @kernel
+    def part(words):
+        store(words, 0, mix(load(words, 0, INT64)), INT64)
+
+    def entry(words):
+        part(words)
+
+    entry.__name__ = entry.__qualname__ = f"mixing_{amount}"
+    return entry
+
+
+def test_parts_of_one_name_that_different_processes_compiled_stay_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    kept = KernelStore("key")
+    monkeypatch.setattr(compiler, "store", lambda: kept)
+    for amount in (5, 9):  # each compiled as by a process that has compiled nothing else
+        monkeypatch.setattr(FunctionIdentity, "_unique_ids", itertools.count(1))
+        CompiledKernel(_mixing(amount)).compile()
+    for amount in (5, 9):
+        words = np.ones(1, np.int64)
+        CompiledKernel(_mixing(amount)).call(words.ctypes.data)  # from disk
+        assert words.tolist() == functools.reduce(lambda mixed, _, amount=amount: mixed * 3 ^ amount, range(400),
+                                                  np.ones(1, np.int64)).tolist()
 
 
 swap = intrinsic(lambda _builder, left, right: [right, left], INT, INT, returns=types.UniTuple(INT, 2))

@@ -72,29 +72,58 @@ class _LinkedPart(JITCodeLibrary):
         self._finalized = True
 
 
-@register_pass(mutates_CFG=False, analysis_only=True)
-class _KeepAsPart(FunctionPass):
-    """Makes a `_LinkedPart` the function's library."""
+class _KernelLibrary(JITCodeLibrary):
+    """The library of a whole kernel, which keeps its parts to itself.
 
-    _name = "keep_as_part"
+    Parts are named by a counter of the process that compiles them.  Kernels that different processes compiled may have
+    different parts of one name, and the linker would call the first one for all of them.
+    """
+
+    def _optimize_final_module(self) -> None:
+        module: Any = self
+        super()._optimize_final_module()  # type: ignore[no-untyped-call]
+        for function in module._final_module.functions:
+            if function.linkage == llvm.Linkage.linkonce_odr:
+                function.linkage = "internal"
+
+
+class _SetLibrary(FunctionPass):
+    """Makes the function's library one of the class `library`."""
+
+    library: type[JITCodeLibrary]
 
     def __init__(self) -> None:
         FunctionPass.__init__(self)
 
     def run_pass(self, state: Any) -> bool:
-        state.library = cast(Any, _LinkedPart)(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = cast(Any, self.library)(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
         return True
 
 
-class _PartCompiler(CompilerBase):
-    """Numba's own compiler, with a `_LinkedPart` as the library."""
+@register_pass(mutates_CFG=False, analysis_only=True)
+class _SetPart(_SetLibrary):
+    _name, library = "set_part", _LinkedPart
 
-    def define_pipelines(self) -> list[PassManager]:
-        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.add_pass_after(_KeepAsPart, TranslateByteCode)
-        passes.finalize()
-        return [passes]
 
+@register_pass(mutates_CFG=False, analysis_only=True)
+class _SetKernel(_SetLibrary):
+    _name, library = "set_kernel", _KernelLibrary
+
+
+def _compiler_with(set_library: type[_SetLibrary]) -> type[CompilerBase]:
+    """Numba's own compiler, with a library that a pass sets."""
+    class Compiler(CompilerBase):
+        def define_pipelines(self) -> list[PassManager]:
+            passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+            passes.add_pass_after(set_library, TranslateByteCode)
+            passes.finalize()
+            return [passes]
+
+    return Compiler
+
+
+_PartCompiler, _KernelCompiler = _compiler_with(_SetPart), _compiler_with(_SetKernel)
 
 _part: Any = cast(Any, njit)(
     fastmath=FASTMATH, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
@@ -157,7 +186,8 @@ class CompiledKernel:
         if kept is not None:
             return _link(kept)
         signature = types.void(*[types.int64] * self._arity)
-        self._compiled: Any = cast(Any, cfunc)(signature, nopython=True)(self._entry)
+        self._compiled: Any = cast(Any, cfunc)(
+            signature, nopython=True, pipeline_class=_KernelCompiler)(self._entry)
         code = self._compiled._library._get_compiled_object()
         store().write(self._file, ObjectCode(self._compiled.native_name, code))
         return int(self._compiled.address)

@@ -15,11 +15,12 @@ from support.rank_threads import ranks_on_threads
 
 from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine_builder import build_engine
+from slotwise.compose.model_defaults import read_pooling
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add
+from slotwise.engine.messages import Add, EngineInfo
 from slotwise.errors import CheckpointError
 
 LENGTHS = [1, 2, 40, 75, 23, 60, 100, 7]  # tokens; some are longer than every window, and than a step
@@ -36,11 +37,14 @@ def prompts() -> list[list[int]]:
     return checkpoints.prompts(LENGTHS, seed=5)
 
 
-def engine(folder: Path, **settings: object) -> Engine:
-    built, _ = build_engine(EngineConfig.of(**{
+def built(folder: Path, **settings: object) -> tuple[Engine, EngineInfo]:
+    return build_engine(EngineConfig.of(**{
         "model": str(folder), "dtype": "float32", "block_size": 16, "kv_cache_memory": 16 << 20, "max_model_len": 128,
         "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings))
-    return built
+
+
+def engine(folder: Path, **settings: object) -> Engine:
+    return built(folder, **settings)[0]
 
 
 def vectors(
@@ -98,8 +102,8 @@ def test_a_vector_has_the_same_bits_in_any_company(model, prompts):
 def test_labels_equal_transformers(name, prompts, tmp_path):
     folder = checkpoints.make(name, tmp_path / "labels", kind="ForSequenceClassification", num_labels=3)
     theirs = checkpoints.reference_model(folder, "float32", "AutoModelForSequenceClassification")
-    kind = "mean" if getattr(theirs.config, "classifier_pooling", "cls") == "mean" else "cls"
-    found = vectors(engine(folder), prompts, PoolingSpec(kind, task="classify"))
+    subject, info = built(folder)
+    found = vectors(subject, prompts, read_pooling(folder).of_family(info.pooling_type).classifying(is_activated=False))
     for numbers, prompt in zip(found, prompts, strict=True):
         with torch.inference_mode(), checkpoints.one_thread():
             wanted = theirs(torch.tensor([prompt])).logits[0]

@@ -287,14 +287,14 @@ def test_the_checkpoint_says_how_it_pools(tmp_path):
     from slotwise.compose.model_defaults import read_pooling
 
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
-    assert read_pooling(tmp_path).params == params.PoolingSpec("last")
+    assert read_pooling(tmp_path).of_family("cls").params == params.PoolingSpec("cls")
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     write(tmp_path, "modules.json", modules)
-    assert read_pooling(tmp_path).params == params.PoolingSpec("mean")
+    assert read_pooling(tmp_path).of_family("cls").params == params.PoolingSpec("mean")
     write(tmp_path, "modules.json", modules[:2])
     assert read_pooling(tmp_path).params == params.PoolingSpec("mean", normalize=False)
-    chosen = read_pooling(tmp_path, {"seq_pooling_type": "LAST", "use_activation": True}).params
-    assert chosen == params.PoolingSpec("last")
+    chosen = read_pooling(tmp_path, {"seq_pooling_type": "LAST", "use_activation": True})
+    assert chosen.of_family("cls").params == params.PoolingSpec("last")
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True})
     write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": False})
     assert read_pooling(tmp_path).params == params.PoolingSpec("cls", normalize=False)
@@ -346,7 +346,7 @@ def test_the_checkpoint_names_labels_prompts_and_dimensions(tmp_path):
         found = read_pooling(tmp_path)
         assert found.labels == ("a", "b")[: 1 if "id2label" in more else 2] and "head of labels" in found.objection
         wanted = params.PoolingSpec("cls", normalize=False, task="classify", activation=activation)
-        assert found.classifying() == wanted
+        assert found.of_family("cls").classifying() == wanted
         assert found.classifying(is_activated=False).activation == ""
 
 

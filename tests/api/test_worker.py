@@ -198,13 +198,50 @@ def test_a_worker_that_is_closed_ends_and_stays_closed() -> None:
     with_worker(play)
 
 
+def is_starting(worker: Worker) -> bool:
+    return worker._starting is not None and worker._child is None
+
+
+def is_started(worker: Worker) -> bool:
+    """Whether the process has said that it is ready, and the call that waits for it has not gone on."""
+    return worker._starting is None and worker._child is not None and not worker._is_read
+
+
+def test_a_call_is_refused_whenever_the_worker_is_closed() -> None:
+    async def at(worker: Worker, state: Callable[[Worker], bool], name: str) -> None:
+        asked = asyncio.create_task(call(worker, name))
+        while not state(worker):
+            assert not asked.done()
+            await asyncio.sleep(0)
+        worker.close()
+        with pytest.raises(Refused, match="shutting down"):
+            await asked
+        assert worker._child is None, "or a process would be left"
+
+    def is_replaced(worker: Worker) -> bool:
+        """Whether the process that ended is followed by one that has said nothing yet."""
+        return worker._child not in (None, first) and worker._starting is not None
+
+    for state in (is_starting, is_started):
+        with_worker(lambda worker, state=state: at(worker, state, "process"))
+    first = None
+
+    async def play(worker: Worker) -> None:
+        nonlocal first
+        await call(worker, "process")
+        first = worker._child
+        await at(worker, is_replaced, "crash")
+
+    with_worker(play)
+
+
 ORPHAN = """
 import asyncio
 from slotwise.api.http.turns import Turns
 from slotwise.api.http.worker_process import CallLimits, Worker
 
 async def main():
-    worker = Worker("support.worker_calls", CallLimits(seconds=4.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
+    worker = Worker("support.worker_calls", CallLimits(seconds=60.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
     print((await worker.call("", "process", tuple))["pid"], flush=True)
     await worker.call("", {what!r}, lambda: {arguments!r})
 

@@ -140,6 +140,7 @@ async def service(
         chat, form = await chat_of(model)  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
+        settings = replace(settings, pooling_defaults=settings.pooling_defaults.of_family(info.pooling_type))
         longest = None if info.generation_objection else info.limits.max_model_len
         announce(settings.sampling_defaults, longest)  # now: a start that fails says one line
         if form.tools or form.reasoning:

@@ -656,7 +656,7 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not decoder.kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.vector_size, has_head=decoder.config.has_head,
-            num_labels=decoder.config.num_labels,
+            num_labels=decoder.config.num_labels, pooling_type=decoder.config.pooling,
             tensor_parallel_size=decoder.group.size, pipeline_parallel_size=limits.stages,
             speculation=self._speculation(config), expert_layers=tuple(decoder.expert_ends),
             max_adapters=config.max_cpu_loras if config.enable_lora else 0,

@@ -5,8 +5,8 @@
 
 The setting `generation_config` is `auto` (the checkpoint's file), `vllm` (none: neutral defaults), or a path.  As in
 vLLM, `max_new_tokens` is the default of `max_tokens`; where the operator gives it, by an override or in a named file,
-it is also the most that any request of a server gets.  A checkpoint without sentence-transformers' files pools by its
-last token, and normalizes.  Names of `pooler_config` are vLLM's.
+it is also the most that any request of a server gets.  A checkpoint without sentence-transformers' files pools as
+its family does, and normalizes.  Names of `pooler_config` are vLLM's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotwise.compute.model.checkpoint import CONFIG
 from slotwise.compute.model.fields import Fields, read_json
 from slotwise.compute.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
 from slotwise.compute.model.sentence_modules import (
-    default_pooling,
+    classifier_pooling,
     makes_vectors,
     read_labels,
     read_modules,
@@ -140,7 +140,8 @@ def read_pooling(folder: str | Path, override: Mapping[str, Any] | None = None) 
     """
     found, changes = _of_checkpoint(Path(folder)), _pooling_changes(override)
     named = "pooling_type" in changes and not found.labels
-    return replace(found, params=replace(found.params, **changes), objection="" if named else found.objection)
+    return replace(found, params=replace(found.params, **changes), objection="" if named else found.objection,
+                   leaves_type=found.leaves_type and "pooling_type" not in changes)
 
 
 def _pooling_changes(override: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -165,13 +166,13 @@ def _pooling_changes(override: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _of_gguf(path: Path) -> PoolingDefaults:
-    """What a GGUF file says; the last token, as in checkpoints, where it says nothing, or that it pools none."""
+    """What a GGUF file says; its family's pooling where it says nothing, or that it pools none."""
     metadata = open_model(path).metadata
     key = f"{metadata.text('general.architecture')}.pooling_type"
     kind = metadata.integer(key, 0, maximum=len(OF_GGUF) - 1)
     if OF_GGUF[kind] not in POOLING_TYPES:
         return PoolingDefaults(objection=f"{key} is {kind} ({OF_GGUF[kind]}), which is not supported")
-    return PoolingDefaults(PoolingSpec(OF_GGUF[kind]), is_declared=kind > 0)
+    return PoolingDefaults(PoolingSpec(OF_GGUF[kind]), leaves_type=not kind, is_declared=kind > 0)
 
 
 def _of_checkpoint(folder: Path) -> PoolingDefaults:
@@ -180,9 +181,10 @@ def _of_checkpoint(folder: Path) -> PoolingDefaults:
         return _of_gguf(folder)
     config = read_json(folder / CONFIG) if has_part(folder / CONFIG) else Fields({}, str(folder / CONFIG))
     modules, prompts, labels = read_modules(folder), read_prompts(folder), read_labels(config)
-    params = PoolingSpec(modules.pooling or default_pooling(config), normalize=modules.normalizes)
+    named = modules.pooling or classifier_pooling(config)
+    params = PoolingSpec(named or LAST, normalize=modules.normalizes)
     dimensions = config.integers("matryoshka_dimensions") if config.has("matryoshka_dimensions") else ()
     objection = "its checkpoint has a head of labels: it classifies and scores" if labels.names else modules.objection
     return PoolingDefaults(
-        params, objection, modules.is_declared or makes_vectors(config), labels.names, labels.activation, dimensions,
-        prompts.by_name, prompts.default)
+        params, not named, objection, modules.is_declared or makes_vectors(config), labels.names, labels.activation,
+        dimensions, prompts.by_name, prompts.default)

@@ -47,6 +47,7 @@ class PoolingDefaults:
     """The defaults of a model, what it gives, and why it does not give vectors."""
 
     params: PoolingSpec = field(default_factory=PoolingSpec)  # of vectors
+    leaves_type: bool = False  # neither the model's files nor the operator name a pooling type: the family's holds
     objection: str = ""  # why vectors would be wrong; "": they are not
     is_declared: bool = False  # the model's files say that it makes vectors
     labels: tuple[str, ...] = ()  # the names of what a head of labels computes, in order; (): there is no such head
@@ -59,6 +60,10 @@ class PoolingDefaults:
     def label_objection(self) -> str:
         """Why the model does not classify; "" if it does."""
         return "" if self.labels else "this model does not classify: its checkpoint has no head of labels"
+
+    def of_family(self, pooling_type: str) -> PoolingDefaults:
+        """The defaults of a model whose family pools so where nothing else is named."""
+        return replace(self, params=replace(self.params, pooling_type=pooling_type)) if self.leaves_type else self
 
     def chosen(self, dimensions: int | None, *, normalize: bool | None) -> PoolingSpec:
         """The parameters of a request for a vector; None: the default.

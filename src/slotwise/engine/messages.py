@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slotwise.core.params import LAST
 from slotwise.core.prompt_lookup import DivergedTokens
 from slotwise.core.record import StepRecord, TokenLogprobs
 from slotwise.core.request import RequestSpec
@@ -181,6 +182,7 @@ class EngineInfo(Struct, tag="ready"):
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a vector: those of a hidden state, unless Dense modules follow
     num_labels: int = 0  # of the classification head; 0: the model has no such head
+    pooling_type: str = LAST  # of the model's family, where files and operator name none
     has_head: bool = True  # without one the model makes vectors, or classifies, only
     tensor_parallel_size: int = 1  # processes that share every layer of a stage
     pipeline_parallel_size: int = 1  # stages that the layers are divided into

@@ -318,13 +318,14 @@ class Frontend:
         wanted = params if params is not None else PoolingParams()
         if not isinstance(wanted, PoolingParams):
             raise ValueError(f"pooling_params must be slotwise.PoolingParams, not {type(wanted).__name__}")
+        defaults = self.pooling.of_family(info.pooling_type)
         if task != EMBED:
             if wanted.dimensions is not None:
                 raise InvalidParams("dimensions", "is of vectors, and not of labels")
-            return self.pooling.classifying(is_activated=False if task == RAW else wanted.normalizes)
-        if self.pooling.objection:
-            raise ValueError(f"this model gives no embeddings: {self.pooling.objection}")
-        pooling = self.pooling.chosen(wanted.dimensions, normalize=wanted.normalizes)
+            return defaults.classifying(is_activated=False if task == RAW else wanted.normalizes)
+        if defaults.objection:
+            raise ValueError(f"this model gives no embeddings: {defaults.objection}")
+        pooling = defaults.chosen(wanted.dimensions, normalize=wanted.normalizes)
         pooling.check_width(info.hidden_size)
         return pooling
 

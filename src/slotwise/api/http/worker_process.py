@@ -8,8 +8,9 @@ at a time; clients take turns (see `server.turns`).
 
 usage: python -m slotwise.api.http.worker_process MODULE LIMITS LOG_FORMAT FD
 
-MODULE has `CALLS`, functions by name; LIMITS are `CallLimits` as JSON; FD is a socket.  The process ends with its
-parent, whose end of the socket is closed then; a call that never returns is ended by an alarm.
+MODULE has `CALLS`, functions by name; LIMITS are `CallLimits` as JSON; FD is a socket.  On Linux the process is killed
+when its parent ends.  Elsewhere it ends when the parent's end of the socket is closed, and an alarm ends a call that
+never returns.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def received(channel: BlockingChannel) -> Iterator[list[bytes]]:
 
 
 def main(module: str, limits: CallLimits, descriptor: int) -> None:
+    spawn.end_with_parent()
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     os.nice(limits.niceness)  # before its imports, which run while streams are served
     calls = importlib.import_module(module).CALLS
@@ -183,11 +185,11 @@ class Worker:
             was_stopped = ready.is_stopped
             self._end("it was stopped" if was_stopped else f"a call took more than {self._limits.seconds:g} seconds")
             if was_stopped:
-                raise WorkerError("was stopped by another process") from None
+                raise self._failure("was stopped by another process") from None
             raise CallError(f"took more than {self._limits.seconds:g} seconds") from None
         except (OSError, ChannelClosed) as error:
             self._end("it crashed")
-            raise WorkerError("crashed") from error
+            raise self._failure("crashed") from error
         except BaseException:  # its answer would be taken for that of the next call
             self._end("its call was cancelled")
             raise
@@ -211,20 +213,29 @@ class Worker:
             if self._child is not None:
                 return self._child
             self._starting = asyncio.create_task(self._start())
-        return await asyncio.shield(self._starting)  # it goes on for the next call where this one is cancelled
+        started = await asyncio.shield(self._starting)  # it goes on for the next call where this one is cancelled
+        if self._is_closed:
+            raise Refused(DRAINING, SHUTTING_DOWN)
+        return started
 
     async def _start(self) -> _Child:
         try:
+            if self._is_closed:
+                raise Refused(DRAINING, SHUTTING_DOWN)
             started = self._child = _Child(self._module, self._limits)
             self._is_read = True
             async with asyncio.timeout(START):
                 await started.receive()
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._end("it did not start")
-            raise WorkerError("could not be started") from error
+            raise self._failure("could not be started") from error
         finally:
             self._starting, self._is_read = None, False
         return started
+
+    def _failure(self, why: str) -> Exception:
+        """The error of a call whose worker has ended: `close` has ended it, or the worker has failed."""
+        return Refused(DRAINING, SHUTTING_DOWN) if self._is_closed else WorkerError(why)
 
     def _result(self, outcome: str, value: Any) -> Any:
         if outcome == DONE:

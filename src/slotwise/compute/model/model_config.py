@@ -246,6 +246,7 @@ class ModelConfig:
     separator: int = -1  # the token behind a text, which tells types apart; -1: all are of the first
     dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass
     max_seq_length: int = 0  # tokens of a text, as sentence-transformers' files say; 0: they do not
+    pooling: str = "last"  # a name of `sentence_modules.FLAGS`, of checkpoints whose files name none
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False

@@ -81,8 +81,6 @@ WITH_HEAD, OLDER_HEAD = "ForCausalLM", "LMHeadModel"
 ENCODER_HEADS = ("ForMaskedLM", "ForPreTraining")  # suffixes of encoders with heads that fill gaps
 _OLDER = ("GPT2", "OpenAIGPT", "CTRL")  # whose model with a head is called by the older suffix
 
-FIRST_TOKEN = ("Bert", "bert", "Roberta", "MPNet", "Electra")  # in names of models whose first token sums up a text
-
 Spellings = Callable[[str], tuple[str, ...]]
 """The names by which a config may call the module that families call so."""
 
@@ -119,11 +117,6 @@ def encoder_of(architecture: str) -> str:
         if architecture.endswith(ending):
             return architecture.removesuffix(ending) + HEADLESS[-1]
     return architecture
-
-
-def pools_first_token(architecture: str) -> bool:
-    """Whether the hidden state of the first token stands for a text, as in BERT and after it."""
-    return any(part in architecture for part in FIRST_TOKEN)
 
 
 def spellings(architecture: str) -> Spellings:

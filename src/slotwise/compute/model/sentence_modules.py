@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slotwise.compute.model.fields import MAX_JSON_BYTES, Fields, read_json
-from slotwise.compute.model.names import CLASSIFIES, HEADLESS, pools_first_token
+from slotwise.compute.model.names import CLASSIFIES, HEADLESS
 from slotwise.errors import CheckpointError
 from slotwise.platform.files import has_part, read_part
 
@@ -214,13 +214,10 @@ def makes_vectors(fields: Fields) -> bool:
     return any(name.endswith(HEADLESS) for name in fields.texts("architectures")[:1])
 
 
-def default_pooling(fields: Fields) -> str:
-    """The pooling of a checkpoint without a pooling module, as vLLM chooses it."""
-    if is_classifier(fields) and fields.has("classifier_pooling"):
-        pooling = fields.text("classifier_pooling")
-        return CLASSIFIER_POOLING.get(pooling, pooling)
-    names = fields.texts("architectures")
-    return "cls" if names and pools_first_token(names[0]) else "last"
+def classifier_pooling(fields: Fields) -> str:
+    """The pooling that a config.json names for a head of labels; "": it names none."""
+    pooling = fields.text("classifier_pooling", default="") if is_classifier(fields) else ""
+    return CLASSIFIER_POOLING.get(pooling, pooling)
 
 
 def read_separator(folder: Path) -> int:

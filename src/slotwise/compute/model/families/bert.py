@@ -190,7 +190,7 @@ def _encoder(
     return replace(
         read_common(fields, defaults, (), ropes), is_causal=False, qkv_bias=True, output_bias=True, mlp_bias=True,
         has_gated_mlp=False, activation=read_activation(fields, activation), token_types=types, separator=separator,
-        own=options)
+        pooling="cls", own=options)
 
 
 def _own(config: ModelConfig) -> BertOptions:

@@ -20,7 +20,7 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.texts("architectures")[0].endswith("ForSequenceClassification") and (
             fields.text("classifier_pooling", default="late") == "late"):
         raise fields.error("classifier_pooling", "late is not supported: bos and mean are")
-    return replace(llama.configure(fields.with_defaults(rms_norm_eps=1e-5)), is_causal=False)
+    return replace(llama.configure(fields.with_defaults(rms_norm_eps=1e-5)), is_causal=False, pooling="cls")
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:

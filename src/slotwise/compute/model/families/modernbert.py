@@ -68,7 +68,7 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(
         read_common(fields, DEFAULTS, (), [ropes[kind] for kind in kinds]), is_causal=False, windows=windows,
         activation=read_activation(fields, "gelu", "hidden_activation"), qkv_bias=bias, output_bias=bias,
-        mlp_bias=fields.flag("mlp_bias"), own=options)
+        mlp_bias=fields.flag("mlp_bias"), pooling="cls", own=options)
 
 
 def _own(config: ModelConfig) -> ModernBertOptions:

@@ -20,6 +20,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 MODULE = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`")
+OF_OTHERS = ("torch.py", "vllm/v1/metrics/loggers.py")  # modules named in the source that are not Slotwise's
 PACKAGES = {path.name for path in (ROOT / "src" / "slotwise").iterdir() if path.is_dir()}
 
 
@@ -47,6 +48,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_named_modules_exist(page: Path) -> None:
     named = {name for name in MODULE.findall(prose(page)) if name.partition("/")[0] in PACKAGES}
     assert not {name for name in named if not (ROOT / "src" / "slotwise" / name).exists()}
+
+
+def test_what_the_source_names_exists() -> None:
+    """Modules named in docstrings and comments, by path (`core/record.py`) or from a top package on (`core.record`)."""
+    source = ROOT / "src" / "slotwise"
+    files = [path.as_posix() for part in ("src", "tests", "benchmarks") for path in (ROOT / part).rglob("*.py")]
+    missing = []
+    for module in source.rglob("*.py"):
+        for name in re.findall(r"`([a-z_/0-9]+\.py)`", text := module.read_text()):
+            if name not in OF_OTHERS and not any(file.endswith(f"/{name}") for file in files):
+                missing.append((module.name, name))
+        for package, name in re.findall(r"`(?:slotwise\.)?([a-z_]+)\.([a-zA-Z_.]+)`", text):
+            if package in PACKAGES | {"server"} and name != "py" and not exists(source / package, name.split(".")):
+                missing.append((module.name, f"{package}.{name}"))
+    assert not missing
+
+
+def exists(package: Path, names: list[str]) -> bool:
+    """Whether the package has the module, and the module the name."""
+    at = package / names[0]
+    if at.is_dir():
+        return len(names) == 1 or exists(at, names[1:])
+    file = at.with_suffix(".py")
+    return file.exists() and (len(names) == 1 or re.search(rf"\b{names[1]}\b", file.read_text()) is not None)
 
 
 def test_the_site_has_every_page() -> None:

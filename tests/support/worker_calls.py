@@ -1,4 +1,4 @@
-"""Functions for a worker process of the tests (see `server.worker_process`)."""
+"""Functions for a worker process of the tests (`api/http/worker_process.py`)."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _add_simulate(commands: Commands) -> None:
 
 
 def add_changes_option(command: argparse.ArgumentParser) -> None:
-    """The option whose pairs `simulate.what_if` takes as changes."""
+    """The option whose pairs `measure.simulate.what_if` takes as changes."""
     command.add_argument("--set", action="append", default=[], type=_change, metavar="NAME=VALUE", dest="changes",
                          help="change a scheduling setting, named as in `PUT /admin/scheduling`; repeatable")
 

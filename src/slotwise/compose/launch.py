@@ -10,7 +10,7 @@
 A *processor* is a hardware thread, as the system numbers them; a *node* (of NUMA) is a set of processors with memory of
 its own.  Fewer threads than places take the first places: with `cores` they stay within a node as long as it has cores.
 OpenMP reads its environment once, when a process loads it, so these are options of commands that start an engine
-process.  `kernels.cpu.threads` binds its helpers to the same places.
+process.  `compute/kernels/cpu/threads.py` binds its helpers to the same places.
 
 *The API process* keeps off the core of the engine's main thread, which leads every kernel and is bound to a core
 (`THREADS_STAY`).  Time that the API process takes on that core delays each step in full.  On any other core it delays

@@ -481,7 +481,7 @@ def known_after(plan: StepPlan, result: StepResult, later: Iterable[StepPlan]) -
 
 
 class RankAdapters:
-    """Rank 0's hold on the adapters of all ranks; an `engine.adapters.AdapterStore`.
+    """Rank 0's hold on the adapters of all ranks; an `engine.executor.AdapterStore`.
 
     Args:
         own: those of rank 0.

@@ -44,7 +44,7 @@ _HEAD: Sequence[Any] = (
     ("result", _Result | None, None),
     ("outcome", _Outcome | None, None), ("inputs", _Inputs | None, None), ("counters", _Counters | None, None))
 
-# A record in a message.  `num_parts`: of its outputs, that were sent before it (`engine/outputs.py`).
+# A record in a message.  `num_parts`: of its outputs, that were sent before it (`ipc.messages_of`).
 StepReport: Any = msgspec.defstruct(
     "StepReport", [*_HEAD, ("num_parts", int, 0)], tag="step", omit_defaults=True, gc=False)
 # A record in the event log.

@@ -383,7 +383,7 @@ class _ExplanationBuilder:
 
 def _explain_lines(timelines: Sequence[Any], positions: Sequence[int], lines: bytes, prediction: Any, until_ns: int,
                    ) -> list[dict[str, Any]]:
-    """Returns the explanations of requests, as JSON objects.  Runs in a worker process (see `server.worker_process`).
+    """Returns the explanations of requests, as JSON objects.  Runs in a worker process (`api/http/worker_process.py`).
 
     Args:
         timelines, positions, lines: an `observe.ring.Extract`.

@@ -4,7 +4,7 @@ The environment is the one chat templates are written for (transformers' `apply_
 blocks trimmed, with `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
 A server renders in a worker process, for a checkpoint's template may never end or exhaust memory: `CALLS` are what it
-calls there (see `server.worker_process`).
+calls there (`api/http/worker_process.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ r"""Which tokenizers certainly encode in a time that grows linearly with the tex
 A `tokenizer.json` may hold any regular expression, and a backtracking one takes a time that is exponential in its own
 length: `(?:a|a){18}[^a]` takes milliseconds for each character.  So a rule is known by its kind, and a regular
 expression is one of those of the published families, or it is not known.  An unknown one is not an error: it is
-applied under limits (see `server.checkpoint_workers`).
+applied under limits (`api/generate/checkpoint_workers.py`).
 """
 
 from __future__ import annotations

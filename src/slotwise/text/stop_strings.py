@@ -115,7 +115,7 @@ class VisibleTokens(NamedTuple):
 
 
 PLAIN = VisibleTokens()
-STAND_INS = range(0xD800, 0xDC00)  # those of parsers are behind these: see `server.parsers.output_parser`
+STAND_INS = range(0xD800, 0xDC00)  # those of parsers are behind these: see `api/parsers/base_parser.py`
 
 
 class Continuation:

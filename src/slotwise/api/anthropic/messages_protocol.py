@@ -1,7 +1,7 @@
 """Bodies of `/v1/messages`: Anthropic's fields, and what they are as a chat.
 
 Types are strict.  A known field is obeyed, accepted where it changes nothing, or refused by name, as in
-`server.protocol`; of content blocks the model takes text, tool calls and their results, and its own thinking.
+`api/protocol/protocol.py`; of content blocks the model takes text, tool calls and their results, and its own thinking.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ MS = 1000.0
 
 
 class _LogPart(NamedTuple):
-    """The replay of a part of the ring, as `simulate.what_if` returns it."""
+    """The replay of a part of the ring, as `measure.simulate.what_if` returns it."""
 
     answer: dict[str, Any] | None
     refusal: str  # why there is no answer; empty: there was no time for one, or there is one
@@ -60,7 +60,7 @@ class WhatIf:
         self._worker = Worker("slotwise.measure.simulate.what_if", LIMITS, Turns(0, 0))
 
     async def answer(self, holder: str, request: WhatIfRequest) -> dict[str, Any]:
-        """Returns the answer of `simulate.what_if`, with the seconds of traffic that the ring holds.
+        """Returns the answer of `measure.simulate.what_if`, with the seconds of traffic that the ring holds.
 
         Raises:
             ApiError: the question is refused, others come first, or there is no time for it.

@@ -6,7 +6,7 @@ A connection is always read, also while a response is under way: that is how a c
      parsed   parsed   kept, up to MAX_PIPELINED              closed after the keep-alive time
 
 A client that sends nothing, or a head without an end, is disconnected, and so is one that does not read what it was
-sent: each state has a deadline, which `connections.Connections` checks.
+sent: each state has a deadline, which `listener.Connections` checks.
 
 A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP shows which
 only when something is sent.  So the connection sends an interim response, which HTTP/1.1 allows at any time: a client

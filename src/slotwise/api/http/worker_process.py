@@ -2,7 +2,7 @@
 
 The first call starts a worker, and so does the first after one that was killed: for a call that took too long or too
 much memory.  A worker that another process killed or stopped is replaced, and its call made once more.  Calls run one
-at a time; clients take turns (see `server.turns`).
+at a time; clients take turns (`turns.py`).
 
     call ──► turn ──► [function, arguments], pieces, an end ──socket pair──► main ──► [outcome, value] ──► result
 

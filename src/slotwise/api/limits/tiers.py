@@ -6,8 +6,8 @@
     requests_per_minute = 60
     api_keys_env = "INTERACTIVE_KEYS"
 
-The engine receives the fields it schedules by (`core.slo.Tier`); queue bounds and quotas stay here.  Keys come from
-the file alone: tied to a tier's name, they outlast any change of the tiers in force.
+The engine receives the fields it schedules by (`core.scheduler_limits.Tier`); queue bounds and quotas stay here.  Keys
+come from the file alone: tied to a tier's name, they outlast any change of the tiers in force.
 
 A request's objectives come from its fields and its tier: it may ask for less than its tier promises, not for more.
 """

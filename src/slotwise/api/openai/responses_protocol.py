@@ -1,7 +1,8 @@
 """Bodies of `/v1/responses`: OpenAI's fields, and what they are as a chat.
 
 Types are strict.  A known field is obeyed, accepted where it changes nothing, or refused by name, as in
-`server.protocol`; of input items the model takes texts, function calls and their outputs, and its own reasoning.
+`api/protocol/protocol.py`; of input items the model takes texts, function calls and their outputs, and its own
+reasoning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields and vLLM's extensions.
 
 Types are strict, but that an integral float is an integer.  A known field is obeyed, accepted with the values that
-change nothing, or refused by name (see `server.unsupported`); an unknown one is ignored, and a header of the response
+change nothing, or refused by name (see `unsupported.py`); an unknown one is ignored, and a header of the response
 names it.
 """
 

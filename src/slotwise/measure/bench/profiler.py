@@ -1,8 +1,8 @@
 """Where a run's time went: compared with its roofline, and divided among kernels and everything else.
 
 Two runs of the same workload on the same weights.  The first is as fast as possible and is compared with the roofline
-(`core.roofline`) of the machine, which is measured in the same process; in the second every kernel is started by itself
-and timed, which makes it slower and shows the shares.
+(`core/step_time.py`) of the machine, which is measured in the same process; in the second every kernel is started by
+itself and timed, which makes it slower and shows the shares.
 """
 
 from __future__ import annotations

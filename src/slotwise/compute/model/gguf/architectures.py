@@ -840,7 +840,7 @@ def _nothing(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
 class Architecture:
     """How an architecture of llama.cpp is served."""
 
-    served_as: str  # a name in `families.FAMILIES`
+    served_as: str  # a name in `family_table.FAMILIES`
     is_interleaved: bool = False  # rows of queries and keys
     norm_offset: float = 0.0  # that the converter has added to the weights of norms
     # Parts of a layer in addition to `_PARTS` or instead of them; with ".weight" where the name here has no kind.

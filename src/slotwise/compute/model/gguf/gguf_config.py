@@ -64,7 +64,7 @@ DESCRIPTIVE = {GENERAL + name for name in (
 DESCRIPTIONS = tuple(f"{GENERAL}{name}." for name in ("license", "source", "base_model", "dataset"))
 LAYER_EPS, RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 QUANTIZATION = f"{GENERAL}quantization_version"
-BLOCKS_VERSION = 2  # of the layouts in `gguf/blocks.py`
+BLOCKS_VERSION = 2  # of the layouts in `block_types.py`
 CLOSE = 1e-6  # relative, of float32
 
 

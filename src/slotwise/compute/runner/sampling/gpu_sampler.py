@@ -51,10 +51,10 @@ class DeviceSampler(Sampling):
     Args:
         slots: the token table of all requests.
         vocab_size: logits per row.
-        draw: see `kernels.sampling`.
+        draw: as `draw` of `compute/kernels/reference.py`.
         device: of the logits.
         masks: of the requests with a grammar.
-        mask: applies them, see `kernels.sampling`.
+        mask: applies them.
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, draw: Draw, device: torch.device,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+CHANGED = "the checkpoint has changed since the start: restart the server"
+
 
 class EngineError(RuntimeError):
     """The engine could not start; the message is one line for a person."""
@@ -11,7 +13,7 @@ class CheckpointChanged(EngineError):
     """A replacement engine has another model than the first: the requests were checked against the first one's."""
 
     def __init__(self) -> None:
-        super().__init__("the checkpoint has changed since the start: restart the server")
+        super().__init__(CHANGED)
 
 
 class Refused(Exception):

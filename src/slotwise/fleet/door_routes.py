@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from html import escape
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -56,7 +56,6 @@ from slotwise.fleet.upstream import (
 from slotwise.observe.timeline import page_builder as timeline_page
 
 PARAMETER = "replica"
-MAX_QUERY = 2048  # characters
 logger = logging.getLogger(__name__)
 RESPONSE_ID = re.compile(r"[\w-]{1,200}", re.ASCII)
 
@@ -66,10 +65,7 @@ RESPONSE_ID = re.compile(r"[\w-]{1,200}", re.ASCII)
 
 def named_in(exchange: HttpExchange) -> tuple[str, str]:
     """Returns the replica that the query names, "" for none, and the target without that."""
-    query = exchange.scope["query_string"].decode("latin-1")
-    if len(query) > MAX_QUERY:
-        raise bad_request(f"the query has more than {MAX_QUERY} characters")
-    given = parse_qsl(query, keep_blank_values=True)
+    given = exchange.query()
     names = [value for name, value in given if name == PARAMETER]
     if len(names) > 1 or names == [""]:
         raise bad_request(f"{PARAMETER}: name one replica", PARAMETER)

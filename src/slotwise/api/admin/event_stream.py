@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from urllib.parse import parse_qsl
 
 from slotwise.api.generate.context import Observers, ServedEngine, ServerClients
 from slotwise.api.http.api_errors import bad_request
@@ -24,7 +23,6 @@ EVERY = 0.1  # seconds between two polls of the ring
 MOST = 64  # entries encoded at a time: a millisecond or two in which no other stream is served
 BACKLOG = 5 << 20  # bytes of the latest entries; about 2,000 steps of 64 rows, as many as a page shows smoothly
 UNREAD = 10.0  # seconds a subscriber has to read what was written, beyond what sockets and buffers hold
-MAX_QUERY = 1024  # characters
 MAX_UNSENT = 128 << 10  # bytes of socket buffer per subscriber
 NDJSON = b"application/x-ndjson"
 
@@ -143,10 +141,7 @@ async def _write(exchange: HttpExchange, lines: bytes, gone: asyncio.Event) -> N
 
 def _switches(exchange: HttpExchange) -> dict[str, bool]:
     found = dict.fromkeys(SWITCHES, True)
-    query = exchange.scope["query_string"].decode("latin-1")
-    if len(query) > MAX_QUERY:
-        raise bad_request(f"the query has more than {MAX_QUERY} characters")
-    for name, value in parse_qsl(query, keep_blank_values=True):
+    for name, value in exchange.query():
         if name in found:
             if value not in ("0", "1"):
                 raise bad_request(f"{name} is 0 or 1", name)

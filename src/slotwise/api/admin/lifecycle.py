@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -26,7 +25,6 @@ from slotwise.engine.sleep import LEVELS, Busy, Sleep
 SLEEP, WAKE_UP, RESET, LOAD_MODEL = "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_model"
 MAX_BODY = 16 << 10  # bytes
 ELSEWHERE_OWNED = "this server does not start its engine, so it cannot end it"
-MAX_QUERY = 256  # characters
 ELSEWHERE = {  # parameters of vLLM's that have no meaning here
     "mode": "running requests finish within --shutdown-timeout, and are aborted then",
     "tags": "the whole model wakes up"}
@@ -123,10 +121,7 @@ async def _no_fields(clients: ServerClients, exchange: HttpExchange) -> None:
 
 def _query(exchange: HttpExchange, *known: str) -> dict[str, str]:
     """The parameters of a request's query.  Raises ApiError for one that is not `known`."""
-    query = exchange.scope["query_string"].decode("latin-1")
-    if len(query) > MAX_QUERY:
-        raise bad_request(f"the query has more than {MAX_QUERY} characters")
-    found = dict(parse_qsl(query, keep_blank_values=True))
+    found = dict(exchange.query())
     for name in found.keys() - set(known):
         raise bad_request(f"{name:.40}: not supported: {ELSEWHERE.get(name, 'there is no such parameter')}", name[:40])
     return found

@@ -7,7 +7,6 @@ here which of them the prefix cache holds: all, or the changes since the version
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -19,7 +18,6 @@ from slotwise.core.step_time import Prediction, StepTimeModel
 from slotwise.observe.prefix_index import Changes
 
 INSTANCE, SINCE = "instance", "since"
-MAX_QUERY = 1024  # characters
 MAX_SINCE = 10**15 - 1
 
 
@@ -92,10 +90,7 @@ async def replica(engine: ServedEngine, limits: RequestLimits, observers: Observ
 
 
 def _asked(exchange: HttpExchange) -> tuple[str, int]:
-    query = exchange.scope["query_string"].decode("latin-1")
-    if len(query) > MAX_QUERY:
-        raise bad_request(f"the query has more than {MAX_QUERY} characters")
-    found: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
+    found: dict[str, Any] = dict(exchange.query())
     since = found.get(SINCE, "0")
     if not (since.isascii() and since.isdigit() and len(since) <= len(str(MAX_SINCE))):
         raise bad_request(f"{SINCE} is a version that this route has told", SINCE)

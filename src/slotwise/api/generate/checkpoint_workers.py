@@ -15,6 +15,7 @@ from typing import Any
 from slotwise.api.http.api_errors import ApiError, from_queue_full
 from slotwise.api.http.turns import QueueFull, Turns
 from slotwise.api.http.worker_process import CallError, CallLimits, CallRefused, Worker, WorkerError
+from slotwise.engine.refusals import CHANGED
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TokenizerError
 
@@ -22,7 +23,6 @@ MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 2048  # renderings of all clients, and o
 RENDERINGS = "chat templates to render"  # in an error
 TEMPLATE_LIMITS = CallLimits(seconds=5.0, memory=512 << 20, answer=32 << 20)
 TOKENIZER_LIMITS = CallLimits(seconds=10.0, memory=2 << 30, answer=32 << 20)  # the first call loads the tokenizer
-CHANGED = "the checkpoint has changed since the start: restart the server"
 
 logger = logging.getLogger(__name__)
 

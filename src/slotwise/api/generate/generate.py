@@ -277,6 +277,12 @@ async def _prediction(api: Api, exchange: HttpExchange, request: Generate) -> tu
     return await api.text.prompts.of_prediction(text, exchange.holder)
 
 
+def check_truncation(num_tokens: int | None, longest: int) -> None:
+    """Raises ApiError for a `truncate_prompt_tokens` out of range; -1 and None keep as many tokens as fit, and all."""
+    if num_tokens is not None and num_tokens != -1 and not 0 < num_tokens <= longest:
+        raise bad_request(f"truncate_prompt_tokens: must be -1 or between 1 and {longest}", "truncate_prompt_tokens")
+
+
 def encoding_of(api: Api, request: Generate, num_output: int, *, adds_special_tokens: bool) -> Encoding:
     """How prompts are encoded.
 
@@ -285,10 +291,9 @@ def encoding_of(api: Api, request: Generate, num_output: int, *, adds_special_to
         adds_special_tokens: by default.
     """
     most, longest = request.truncate_prompt_tokens, api.text.prompts.longest
+    check_truncation(most, longest)
     if most == -1:
         most = max(1, longest - num_output)
-    elif most is not None and not 0 < most <= longest:
-        raise bad_request(f"truncate_prompt_tokens: must be -1 or between 1 and {longest}", "truncate_prompt_tokens")
     adds = request.add_special_tokens
     return Encoding(adds_special_tokens if adds is None else adds, most, request.truncation_side != "right")
 

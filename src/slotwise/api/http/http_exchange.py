@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,7 @@ Headers = list[tuple[bytes, bytes]]
 STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without an announced length; or sent at once
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers then run no response as a script
 DONE = b"data: [DONE]\n\n"
+MAX_QUERY = 2048  # characters
 LOOK = 1.0  # seconds between two looks whether a silent stream may begin
 Json = dict[str, Any]
 Endpoint = Callable[..., Awaitable[None]]
@@ -66,6 +68,13 @@ class HttpExchange:
     def is_head(self) -> bool:
         """Whether the method is HEAD: the response has no body."""
         return bool(self.scope["method"] == "HEAD")
+
+    def query(self) -> list[tuple[str, str]]:
+        """The parameters of the query, in order.  Raises ApiError: it is longer than MAX_QUERY."""
+        text = self.scope["query_string"].decode("latin-1")
+        if len(text) > MAX_QUERY:
+            raise bad_request(f"the query has more than {MAX_QUERY} characters")
+        return parse_qsl(text, keep_blank_values=True)
 
     @property
     def holder(self) -> str:

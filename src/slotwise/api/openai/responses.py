@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -150,7 +149,7 @@ async def responses(api: Api, exchange: HttpExchange) -> None:
 
 async def stored_response(clients: ServerClients, exchange: HttpExchange) -> None:
     """A stored response of this key."""
-    for name, value in parse_qsl(exchange.scope["query_string"].decode("latin-1")):
+    for name, value in exchange.query():
         if (name, value) not in NEUTRAL:
             raise bad_request(f"{name[:MAX_NAME]} is not supported", name[:MAX_NAME], "unsupported_parameter")
     await exchange.respond(_stored(clients, exchange, exchange.scope["path_params"]["response_id"]).response)

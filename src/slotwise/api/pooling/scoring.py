@@ -19,7 +19,7 @@ import msgspec
 
 from slotwise.api.generate.choice import Choice
 from slotwise.api.generate.context import Api
-from slotwise.api.generate.generate import Job, ValidatedRequest, check, respond
+from slotwise.api.generate.generate import Job, ValidatedRequest, check, check_truncation, respond
 from slotwise.api.generate.prompts import Encoding, Rendered
 from slotwise.api.generate.shapes import RERANK, SCORE
 from slotwise.api.http.api_errors import ApiError, ContextExceeded, bad_request, from_params, renamed
@@ -287,8 +287,7 @@ class _Cut(NamedTuple):
 def _cut_of(api: Api, asked: ScoringFields, most: int | None) -> _Cut:
     """Raises ApiError for a number of tokens out of range.  Args: most: tokens of a document; None: as many as fit."""
     longest, whole = api.text.prompts.longest, asked.truncate_prompt_tokens
-    if whole is not None and whole != -1 and not 0 < whole <= longest:
-        raise bad_request(f"truncate_prompt_tokens: must be -1 or between 1 and {longest}", "truncate_prompt_tokens")
+    check_truncation(whole, longest)
     return _Cut(longest if whole is None or whole == -1 else whole, whole is not None, most,
                 asked.truncation_side == "left")
 

@@ -65,6 +65,12 @@ def read_rope(
     return _read_scaling(fields, name, scaling, base, head_dim, aliases or {})
 
 
+def refuse_rope_scaling(fields: Fields) -> None:
+    """Raises CheckpointError for the older field, in a family of which transformers reads `rope_parameters` alone."""
+    fields.refuse(("rope_scaling",), "is set, which is not supported in this architecture: rope_parameters has an "
+                  "object for each kind of layer")
+
+
 def read_ropes(fields: Fields, thetas: Mapping[str, float], head_dim: int | None = None) -> dict[str, Rope]:
     """The embedding of each kind of layer in `thetas`, with that base where `rope_parameters` names none.
 

@@ -36,6 +36,7 @@ from slotwise.compute.model.model_config import (
     read_ropes,
     read_routing,
     read_window,
+    refuse_rope_scaling,
 )
 from slotwise.compute.model.network import MLP, DecoderLayer, ExpertNames, Network, read_experts, read_network
 
@@ -66,8 +67,7 @@ def _kinds(fields: Fields, num_layers: int, first: int = 0) -> list[str]:
 
 def configure_compass(fields: Fields) -> ModelConfig:
     """`rope_parameters` has an object for each kind of layer, or null where it does not rotate."""
-    fields.refuse(("rope_scaling",), "is set, which is not supported here: rope_parameters has an object for each kind "
-                  "of layer")
+    refuse_rope_scaling(fields)
     by_kind = fields.section("rope_parameters")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     kinds = fields.texts("layer_types") if fields.has("layer_types") else (FULL,) * num_layers

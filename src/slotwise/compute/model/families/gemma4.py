@@ -45,6 +45,7 @@ from slotwise.compute.model.model_config import (
     read_layer_types,
     read_ropes,
     read_window,
+    refuse_rope_scaling,
     text_part,
 )
 from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network, refuse_stages
@@ -76,7 +77,7 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
         raise fields.error("use_bidirectional_attention", "must be null or vision: attention to later tokens of text "
                            "is not supported")
-    fields.refuse(("rope_scaling",), "is set, which this family does not have: rope_parameters has an object by kind")
+    refuse_rope_scaling(fields)
     fields = Fields({"intermediate_size": 9216, **fields.values}, fields.where)
     values_are_keys, size = fields.flag("attention_k_eq_v"), fields.integer("intermediate_size")
     heads = _layer_heads(fields, kinds, values_are_keys=values_are_keys)

@@ -26,6 +26,7 @@ from slotwise.compute.model.model_config import (
     read_ropes,
     read_routing,
     read_window,
+    refuse_rope_scaling,
 )
 from slotwise.compute.model.network import ExpertNames, Network, read_experts
 
@@ -36,8 +37,7 @@ ROPES = {FULL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields.refuse(("rope_scaling",), "is set, which is not supported here: rope_parameters has an object for each kind "
-                  "of layer")
+    refuse_rope_scaling(fields)
     fields = fields.with_defaults(rope_parameters=ROPES, head_dim=HEAD_DIM)
     num_layers, bias = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.flag("attention_bias")
     kinds = fields.texts("layer_types") if fields.has("layer_types") else (FULL,) * num_layers

@@ -29,6 +29,7 @@ from slotwise.compute.model.model_config import (
     read_common,
     read_ropes,
     read_window,
+    refuse_rope_scaling,
 )
 from slotwise.compute.model.network import DecoderLayer, Network, TokenMixer, read_network
 
@@ -47,8 +48,7 @@ class Lfm3Config:
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields.refuse(("rope_scaling",), "is set, which is not supported here: rope_parameters has an object for each kind "
-                  "of layer")
+    refuse_rope_scaling(fields)
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     kinds = fields.texts("layer_types") if fields.has("layer_types") else tuple(
         FULL if layer % 4 == 2 else SLIDING if layer % 4 == 0 and layer else lfm2.CONV for layer in range(num_layers))

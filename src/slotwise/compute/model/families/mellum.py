@@ -20,6 +20,7 @@ from slotwise.compute.model.model_config import (
     read_ropes,
     read_routing,
     read_window,
+    refuse_rope_scaling,
 )
 
 THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
@@ -31,7 +32,7 @@ def configure(fields: Fields) -> ModelConfig:
     kinds = fields.texts("layer_types") if fields.has("layer_types") else (FULL,) * num_layers
     windows, ropes = read_layer_types(fields, read_window(fields, 1024), kinds), read_ropes(fields, THETAS, head_dim)
     fields.refuse(("first_k_dense_replace",), "is set, which this architecture does not have")
-    fields.refuse(("rope_scaling",), "is set: rope_parameters must have an object for each kind of layer")
+    refuse_rope_scaling(fields)
     routing = Routing(64, 8, is_normalized=fields.flag("norm_topk_prob", default=True))
     mixture = MixtureConfig(
         read_routing(fields, routing),

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from slotwise import grammar_compiler
 from slotwise.compute.kernels.cpu.threads import roam
+from slotwise.compute.runner.sampling.sampler import check_known
 from slotwise.compute.runner.slots import Earlier, NumDrawn, SlotListener
 from slotwise.core.params import Grammar
 from slotwise.core.record import CompiledGrammar, NewRequest, StepPlan, StepResult
@@ -333,8 +334,7 @@ class _ConstrainedOutput:
             return ()
 
     def _move_to(self, num_outputs: int) -> None:
-        if num_outputs > len(self._outputs):
-            raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {len(self._outputs)} are known")
+        check_known(num_outputs, len(self._outputs))
         if (kept := min(num_outputs, self._num_held)) < self._num_consumed:
             self._matcher.rollback(self._num_consumed - kept)
             self._num_consumed = kept

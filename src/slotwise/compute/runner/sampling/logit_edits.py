@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slotwise.compute.runner.sampling.sampler import RequestParams, has_penalties
+from slotwise.compute.runner.sampling.sampler import RequestParams, check_known, has_penalties
 from slotwise.core.params import SamplingSpec, ThinkingBudget
 
 CERTAIN = 1e9  # a logit: at any temperature the probability of all other tokens is 0 in float32
@@ -55,8 +55,7 @@ class ReasoningState:
 
     def forget_after(self, num_outputs: int) -> None:
         """Remove outputs of a step that failed and is run again."""
-        if num_outputs > self._num_outputs:
-            raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {self._num_outputs} are known")
+        check_known(num_outputs, self._num_outputs)
         self._num_outputs = num_outputs
         if self._begin is not None and self._begin > num_outputs:
             self._begin = None
@@ -122,8 +121,7 @@ class LogitEdits:
 
     def _completing(self, num_outputs: int) -> list[int]:
         """Tokens that would complete a banned sequence; forgets outputs of a step that failed and is run again."""
-        if num_outputs > len(self._outputs):
-            raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {len(self._outputs)} are known")
+        check_known(num_outputs, len(self._outputs))
         del self._outputs[num_outputs:]
         return [word[-1] for word in self._request.bad_words
                 if len(word) <= num_outputs + 1 and tuple(self._outputs[num_outputs + 1 - len(word) :]) == word[:-1]]
@@ -163,8 +161,7 @@ class Penalties:
 
     def forget_after(self, num_outputs: int) -> None:
         """Remove outputs of a step that failed and is run again."""
-        if num_outputs > len(self._outputs):
-            raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {len(self._outputs)} are known")
+        check_known(num_outputs, len(self._outputs))
         while len(self._outputs) > num_outputs:
             self._counts[self._places_of((self._outputs.pop(),))] -= 1
 

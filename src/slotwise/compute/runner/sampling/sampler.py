@@ -202,6 +202,12 @@ def is_greedy(params: SamplingSpec) -> bool:
     return params.temperature < GREEDY_BELOW or params.top_p == 0
 
 
+def check_known(num_outputs: int, num_known: int) -> None:
+    """Raises ValueError if a token is wanted behind outputs that its state does not know."""
+    if num_outputs > num_known:
+        raise ValueError(f"a token is wanted after {num_outputs} outputs, of which {num_known} are known")
+
+
 def has_penalties(params: SamplingSpec) -> bool:
     """Whether earlier tokens change the logits."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0

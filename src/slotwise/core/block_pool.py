@@ -104,7 +104,7 @@ class BlockPool:
         self.cached = order
 
     def discard(self, block: int) -> None:
-        """Free `block` if it is cached: its contents cannot be found any more."""
+        """Free `block` if it is cached: its contents can no longer be found."""
         if block in self.cached:
             self.cached.remove(block)
             self._free.append(block)

@@ -7,7 +7,7 @@ before them are freed while the request runs.  Full attention is the group whose
     full        |■■■■■|■■■■■|■■■■■|■■■■■|■■■■■|■■■■■|■■|
     window 8    |     |     |     |     |■■■■■|■■■■■|■■|       blocks 0 to 3 are freed
 
-A group of layers with a *recurrent state* keeps no keys and values: its blocks hold the state behind their last token,
+A group of layers with a *recurrent state* keeps no keys and values: its blocks hold the state after their last token,
 which the next token reads.  It is a group that looks back on one token; its full blocks in the prefix cache are
 snapshots.  Unlike keys and values, a state cannot be computed again over itself.
 

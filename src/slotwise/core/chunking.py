@@ -2,9 +2,9 @@
 
 The token budget is the discipline's.  The time budget (`core/step_budget.py`) exists while `max_step_ms`, a TPOT
 objective of a running request or a stall limit bounds the step.  The first chunk of a step has at least FLOOR tokens
-whatever it takes, so that every prompt completes.  No stall limit and no objective that a request alone has set keeps
-a waiting request from starting, and such an objective leaves prompts as much time as the decoding rows take: else one
-client could keep all others waiting.
+whatever it takes, so that every prompt completes.  Neither a stall limit nor an objective of a request alone keeps
+a waiting request from starting, and such an objective leaves prompts as much time as the decoding rows take: otherwise
+one client could keep all others waiting.
 
 Where a cache group has a window, no chunk exceeds `max_chunk` under any discipline: between chunks the blocks behind
 the window are freed, so that a prompt of any length holds a bounded number of them.

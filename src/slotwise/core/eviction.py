@@ -111,15 +111,15 @@ class EvictionOrder(Protocol):
         ...
 
     def remove(self, block: int) -> None:
-        """A cached block is referenced again, or its contents cannot be found any more."""
+        """A cached block is referenced again, or its contents can no longer be found."""
         ...
 
     def pop(self) -> int:
-        """Remove and return the block to evict.  There is one."""
+        """Remove and return the block to evict.  The caller has checked that there is one."""
         ...
 
     def forget(self, cached: Content) -> None:
-        """Contents that were published cannot be found any more: claims on them end."""
+        """Contents that were published can no longer be found: claims on them end."""
         ...
 
     def inherit(self, cached: Content, claim: Claim) -> None:
@@ -372,7 +372,7 @@ class Retained(Ranked):
         return leaf.block
 
     def _end_before(self, before: Content, leaf: Leaf, claim: Claim) -> None:
-        """Let the block before an evicted one of a sequence that is over go next, if that sequence used it last."""
+        """Evict the block before an evicted one next, if its sequence is over and was the last to use it."""
         _, latest = self._cached.get(self._block_of(before), (None, None))
         if (latest is not None and before.position >= claim.first and before not in self._claims
                 and before not in self._continued and latest.use - leaf.use <= self._tier.groups):
@@ -564,8 +564,9 @@ FADED = 0.98  # weight of a tenant's earlier ends, at each
 class PredictedReturns(Retained):
     """Evicts blocks of sessions last that are expected back, and of these the one expected last first.
 
-    The longer a pause has lasted, the longer it is to last: pauses of tools and persons have heavy tails.  Where they
-    are Lomax-distributed, what is left of one is proportional to its age plus a scale, here the session's median pause.
+    The longer a pause has lasted, the longer it will probably last: pauses of tools and people have heavy tails.  Where
+    they are Lomax-distributed, what is left of one is proportional to its age plus a scale, here the session's median
+    pause.
     So the first to go is the one with the earliest release, less that median.
 
     A session is named by its requests (`RequestSpec.session`), or known by its prefix: one of the last blocks of the

@@ -197,7 +197,7 @@ class KVManager:
         return [max(0, num_blocks - table.end) for table in request.tables]
 
     def truncate(self, request: Request) -> None:
-        """Free the blocks behind the computed tokens: the drafts in them were not accepted, or none are in them.
+        """Free the blocks after the computed tokens: the drafts in them were not accepted, or they hold none.
 
         The blocks of its admission stay.  None of the freed ones is published: published blocks are computed.
         """

@@ -184,7 +184,7 @@ class KVTransfers:
     # -- what the scheduler asks ---------------------------------------------------------------------------------
 
     def objection(self, request: Request) -> str:
-        """Returns why the blocks of a new request cannot be sent; "" if they can, or are not to be."""
+        """Returns why the blocks of a new request cannot be sent; "" if they can, or need not be."""
         if request.kv is None or not request.kv.sends:
             return ""
         name = request.kv.transfer_id
@@ -210,7 +210,7 @@ class KVTransfers:
         self._count(request, 1)
 
     def remove_holder(self, request: Request) -> None:
-        """Count a request no more, if it is a holder: it is admitted, or is about to release its blocks."""
+        """Stop counting a request, if it is a holder: it is admitted, or is about to release its blocks."""
         if self._holders.pop(request.request_id, None) is not None:
             self._count(request, -1)
 
@@ -228,7 +228,7 @@ class KVTransfers:
         request.kv_until = now + request.kv.timeout
 
     def pop_late(self, now: float) -> list[Request]:
-        """Returns the requests that wait for blocks no longer: these are late, or lost theirs."""
+        """Returns the requests that no longer wait for blocks, which are late or were lost."""
         if not (self._holders or self.lost_blocks):
             return []
         lost_blocks, self.lost_blocks = self.lost_blocks, []

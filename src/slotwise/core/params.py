@@ -18,7 +18,7 @@ KINDS = (JSON_SCHEMA, REGEX, LARK)
 MAX_BYTES = 256 << 10  # of a grammar's text
 CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 _CLASS = re.compile(r"\\.|--|-(?=\\[dDwW])", re.DOTALL)  # or another escape; `--` is a difference of classes
-GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+[ \t]*::=")  # its first rule, behind comments
+GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+[ \t]*::=")  # its first rule, after comments
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class PoolingSpec:
 
         embed       the pooled hidden states, through the checkpoint's Dense modules, cut, normalized
         classify    the numbers of the checkpoint's labels, from the pooled hidden states, activated
-        labels      log-probabilities of given tokens after the prompt, among all tokens of the vocabulary, and behind
+        labels      log-probabilities of given tokens after the prompt, among all tokens of the vocabulary, and after
                     them that of the most probable token of all
 
     Raises:

@@ -12,7 +12,7 @@ is SGLang's radix tree, a block an edge (Zheng et al., 2024).
 A prefix is usable if each group has the blocks that its window reaches back to from the prefix's end: a group of full
 attention all of them, a windowed one the last few (`core/cache_groups.py`).
 
-Entries with the same predecessor are siblings.  So where a prompt is not found any further, the entries behind the last
+Entries with the same predecessor are siblings.  So where a prompt is not found any further, the entries after the last
 one found are the nearest cached prompts, and the first token at which they differ is known (`core/prompt_lookup.py`).
 """
 
@@ -62,7 +62,7 @@ class Entry:
         self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, blocks: Sequence[int],
         parent: Entry | None = None,
     ) -> None:
-        self.number = number  # no other entry has or had it
+        self.number = number  # never used again
         self.digest = digest
         self.tokens = tokens
         self.before = before  # number of the entry before, or the salt
@@ -83,7 +83,7 @@ class Entry:
         return all(cached.is_somewhere for cached in self.cached)
 
     def children(self, most: int) -> Iterator[Entry]:
-        """Yields the latest `most` entries behind this one, the latest first."""
+        """Yields the latest `most` entries after this one, the latest first."""
         child = self.latest_child
         for _ in range(most):
             if child is None:
@@ -92,7 +92,7 @@ class Entry:
             child = child.older
 
     def link(self, parent: Entry) -> None:
-        """Make this the latest entry behind `parent`."""
+        """Make this the latest entry after `parent`."""
         self.parent, self.salt = parent, parent.salt
         older = self.older = parent.latest_child
         if older is not None:
@@ -100,7 +100,7 @@ class Entry:
         parent.latest_child = self
 
     def unlink(self) -> None:
-        """Undo `link`.  Entries behind this one cannot be found any more."""
+        """Undo `link`.  The entries after this one can no longer be found."""
         older, newer, parent = self.older, self.newer, self.parent
         if older is not None:
             older.newer = newer
@@ -267,15 +267,15 @@ class PrefixCache:
         return usable
 
     def used(self, entries: Sequence[Entry]) -> list[list[CachedBlock]]:
-        """By group, the blocks that a request reads which begins behind the prefix `entries`."""
+        """By group, the blocks that a request reads when it begins after the prefix `entries`."""
         return [[entry.cached[group] for entry in entries[max(0, len(entries) - window) :]]
                 for group, window in enumerate(self._windows)]
 
     def publish(self, block_hashes: BlockHashes, tokens: Sequence[int], tables: Sequence[BlockTable], end: int,
                 ) -> list[Entry]:
-        """Publish the blocks of `tables` before number `end` that are not, where their contents are not on the device.
+        """Publish the unpublished blocks of `tables` before number `end` whose contents are not on the device.
 
-        Returns the entries replaced: same digest, but the predecessor is gone, so they cannot be found any more.
+        Returns the entries replaced: same digest, but the predecessor is gone, so they can no longer be found.
         """
         self._extend(block_hashes, tokens, end - 1)
         entries, digests, parts, last = self._entries, block_hashes.digests, block_hashes.parts, block_hashes.last
@@ -336,7 +336,7 @@ class PrefixCache:
         return cached
 
     def forget(self, entry: Entry) -> None:
-        """Remove `entry` if no group has it any more, on the device or on the host."""
+        """Remove `entry` if no group has it any longer, on the device or on the host."""
         for cached in entry.cached:  # a generator takes three times as long
             if cached.block != NOWHERE or cached.host_block != NOWHERE:
                 return
@@ -345,7 +345,7 @@ class PrefixCache:
             self._unlink(entry)
             for cached in entry.cached:
                 cached.before = None
-            entry.cached = ()  # they name each other, and would be left to the collector of circular garbage
+            entry.cached = ()  # they refer to each other, and would wait for the garbage collector
 
     def _make_root(self, block_hashes: BlockHashes) -> Root:
         salt, owner = block_hashes.salt, block_hashes.owner

@@ -6,7 +6,7 @@
 
 A request's spans are made once, in the plan that admits it, before its blocks are allocated.  Only the first block that
 was not found needs a cause of its own: what follows a missing block could not have been used.  Costs are a dictionary
-look-up for each evicted block, and a comparison with the latest `MAX_SIBLINGS` entries behind the last one found.
+look-up for each evicted block, and a comparison with the latest `MAX_SIBLINGS` entries after the last one found.
 
 Evicted blocks are remembered without their tokens: digest, time, and the request that got the block; at most
 `REMEMBERED` times as many as the cache has blocks.  What belongs to another tenant is never named: entries are compared
@@ -31,7 +31,7 @@ MAX_SIBLINGS = 16  # cached prompts that are compared at the block at which a pr
 MAX_SALTS = 16  # other salts of an owner in which a prompt is looked up
 MAX_OWNERS, MAX_DIVERGENCES = 64, 32  # that have remembered divergences, and how many each
 AROUND = 24  # tokens shown on each side of a divergence
-COMPARED = 512  # tokens behind a divergence that are compared
+COMPARED = 512  # tokens after a divergence that are compared
 SHINGLE = 8  # tokens in sequence that count as the same text
 
 
@@ -61,7 +61,7 @@ class DivergedTokens:
     before: tuple[int, ...] = ()  # that both prompts have
     own: tuple[int, ...] = ()  # the request's, from the divergence on
     nearest: tuple[int, ...] = ()  # the nearest cached prompt's, from the divergence on
-    num_compared: int = 0  # tokens of the request behind the divergence
+    num_compared: int = 0  # tokens of the request after the divergence
     num_same: int = 0  # of these, those in a run of at least `SHINGLE` tokens that the nearest prompt has there, too
 
 
@@ -90,7 +90,7 @@ class PromptLookup:
     # -- the spans of a prompt -----------------------------------------------------------------------------------
 
     def missed(self, request: Request, found: Sequence[Entry]) -> list[PromptSpan]:
-        """Returns the spans of a request's known tokens behind the blocks `found`, which are its cached prefix."""
+        """Returns the spans of a request's known tokens after the blocks `found`, which are its cached prefix."""
         size, num_tokens = self._block_size, len(request.tokens)
         num_full = (num_tokens - 1) // size  # blocks that a lookup may find
         if not num_full:
@@ -113,7 +113,7 @@ class PromptLookup:
         return spans
 
     def _lost(self, request: Request, found: Sequence[Entry], num_full: int) -> list[PromptSpan]:
-        """Returns the spans behind `found` that were cached: they are evicted, or a plan may not load them."""
+        """Returns the spans after `found` that were cached: they are evicted, or a plan may not load them."""
         hashes, size, spans = request.block_hashes, self._block_size, list[PromptSpan]()
         before: int | str | None = found[-1].number if found else hashes.salt  # None: the chain is broken
         for index in range(len(found), num_full):
@@ -153,7 +153,7 @@ class PromptLookup:
         return [PromptSpan(most * self._block_size, cause)] if most else []
 
     def _divergence(self, request: Request, found: Sequence[Entry], num_full: int) -> PromptSpan | None:
-        """Returns the span of a prompt that leaves the nearest cached one behind `found`; None: it leaves none."""
+        """Returns the span in which a prompt leaves the nearest cached one, after `found`; None: none is near."""
         hashes, size, index = request.block_hashes, self._block_size, len(found)
         parent = found[-1] if found else self._prefix.root(hashes.salt)
         if parent is None:

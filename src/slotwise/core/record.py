@@ -19,7 +19,7 @@ of the known tokens; its result has 1 to 1 + drafts tokens.  A row of a pooled r
 place of logits, and samples nothing.
 
 A draft is a token, or PROPOSED: the executor's draft model proposes it before the forward pass, and the result names
-it, as `drafts[i]`, which may be fewer than were planned.  A row's drafts are all of one sort.
+it, as `drafts[i]`, which may be fewer than were planned.  A row's drafts are all of one kind.
 
 Blocks belong to *cache groups*, sets of layers that keep the same positions (`core/cache_groups.py`); most models have
 one, group 0.  With a draft model there is only that: its layers use the same blocks, and may lack positions
@@ -150,7 +150,7 @@ class Admission(NamedTuple):
 class PromptSpan(NamedTuple):
     """A span of an admitted request's known tokens; it begins where the one before ends."""
 
-    end: int  # position behind its last token
+    end: int  # position after its last token
     cause: str  # why it was found in the prefix cache, or was not (`core/cache_causes.py`)
     at: float = 0.0  # seconds; when it was evicted, to the second if another tenant's request got its first block
     request_id: int = ANOTHER_REQUEST  # for which it was evicted
@@ -276,7 +276,7 @@ class StepResult(NamedTuple):
     failed: tuple[int, ...] = ()  # rows that could not sample; other rows are unaffected
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # () if no row has any; of tokens starts[i] + 1 on
     pooled: tuple[bytes, ...] = ()  # () if no row has any; float32, little-endian, of rows that end a pooled prompt
-    forced: tuple[tuple[int, ...], ...] = ()  # () if no row has any; tokens that a grammar forces behind those sampled
+    forced: tuple[tuple[int, ...], ...] = ()  # () if no row has any; tokens that a grammar forces after those sampled
     objections: tuple[str, ...] = ()  # why each of `failed` cannot go on, "" for a fault; () if there are only faults
     drafts: tuple[tuple[int, ...], ...] = ()  # of each row, those executed, where the plan has PROPOSED ones; else ()
     proposing: Proposing | None = None  # None: no draft model was run

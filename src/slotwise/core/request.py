@@ -108,7 +108,7 @@ class RequestSpec:
     def salt_owner(self) -> str:
         """Whose salt it is: the tenant, if the salt begins with its name, as that of every API key does; else the salt.
 
-        A tenant without a key could claim any name, so it hears of no other salt.
+        A tenant without a key could claim any name, so it is told of no other salt.
         """
         tenant = self.slo.tenant
         return tenant if tenant and (self.salt == tenant or self.salt.startswith(tenant + ":")) else ":" + self.salt
@@ -209,7 +209,7 @@ class Request:
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
         self.kv = spec.kv  # None where it neither sends blocks nor receives any
-        self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
+        self.kv_until = 0.0  # seconds; until then a request that holds blocks waits for their contents
         self.num_retained = 0  # tokens whose blocks its retention claims since it released them
         self.num_received = 0  # tokens whose keys and values another engine has sent, or which were read from disk
         # A number of known tokens, and the tokens that its grammar forces after them.

@@ -326,7 +326,7 @@ class Scheduler:
             self.transfers.await_blocks(request, now)
 
     def acknowledged(self, transfer_id: str) -> None:
-        """Release the blocks that another engine has read, and keep none that it does not want any more."""
+        """Release the blocks that another engine has read, and keep none that it no longer wants."""
         self.kv.pinned.unpin(transfer_id)
         for request in self.unfinished.values():
             if request.kv is not None and request.kv.transfer_id == transfer_id and request.kv.sends:
@@ -419,7 +419,7 @@ class Scheduler:
                 self._end_kv_wait(request, now)
 
     def _refuse_receiving(self, builder: PlanBuilder) -> None:
-        """Record in the plan which requests wait for blocks of their prompts; those without any wait behind these."""
+        """Record in the plan which requests wait for blocks of their prompts; those without blocks wait behind them."""
         if not self.transfers.incoming:
             return
         receiving, num_incoming = list(self.transfers.receiving()), len(self.transfers.incoming)
@@ -565,7 +565,7 @@ class Scheduler:
                 and known < request.max_len and not request.reason and request.pending < 2])
         drafts = self._drafting.proposer is not None
         rows = iter(running)
-        for request in rows:  # `length_hint(rows)`: those behind this one
+        for request in rows:  # `length_hint(rows)`: those after this one
             if builder.preempted and request.state is not State.RUNNING:
                 continue  # preempted in this plan, for a row before it
             num_known = len(request.tokens) + request.pending

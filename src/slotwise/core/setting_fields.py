@@ -125,7 +125,7 @@ class Setting:
     path: tuple[str, ...] = ()  # the fields that lead to it
 
     def objection(self, value: Any) -> str:
-        """Returns what is wrong with `value`, to be read behind the setting's name; "" if nothing is."""
+        """Returns what is wrong with `value`, to be read after the setting's name; "" if nothing is."""
         kinds = self.type.split(" | ")
         if value is None and self.may_be_none:
             return ""

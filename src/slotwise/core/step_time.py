@@ -56,7 +56,7 @@ AFRESH = 2.0  # steps of a size that all older ones then count for
 HASTE = 0.3  # share of a step's error that moves the level
 HICCUP = 0.1  # maximum logarithmic error used: larger ones have other causes than the machine's speed
 TRUSTED = 3.0  # steps of a size before its errors move the level
-MAX_COEFFICIENT = 1e12  # seconds; learned sums that give more are no sums of measurements
+MAX_COEFFICIENT = 1e12  # seconds; learned sums that give more cannot come from measurements
 SHORT = 256  # positions: graphs are captured for contexts up to this, up to twice as many, and so on
 
 NUM_TERMS = 6

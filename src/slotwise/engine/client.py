@@ -208,7 +208,7 @@ class AdapterLoads:
             answer.exception()  # or asyncio logs it where its caller has left
 
     def forget(self, number: int) -> None:
-        """The engine is told to forget an adapter: no request may name it any more."""
+        """The engine is told to forget an adapter: requests may no longer name it."""
         self._loaded.discard(number)
 
     def give_up(self, why: Exception) -> None:
@@ -375,7 +375,7 @@ class EngineClient:
         return await self._adapters.load(number, path, self._ask)
 
     def unload_adapter(self, number: int) -> None:
-        """Forgets an adapter when the requests that have it end; no request may name it any more."""
+        """Forgets an adapter when the requests that have it end; requests may no longer name it."""
         if number in self._adapters and self._connection is not None:
             self._adapters.forget(number)
             self._connection.send(UnloadAdapter(number))
@@ -503,7 +503,7 @@ class EngineClient:
                 self.give_up(str(changed))
 
     def _started(self, info: EngineInfo, starting: asyncio.Future[EngineInfo]) -> None:
-        """Takes in that an engine is ready: observers and the engine know all there is before any request comes."""
+        """Records that an engine is ready: observers and the engine get all state before any request arrives."""
         self._info, self.failure = info, ""
         self._notify(lambda observer: observer.started(info))
         if self._scheduling is not None:

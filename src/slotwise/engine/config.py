@@ -197,7 +197,7 @@ class EngineConfig(ChosenLimits):
             raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
 
     def _check_transfers(self, transfer: KVTransferConfig) -> None:
-        """Raises ConfigError for what is not supported beside transfers."""
+        """Raises ConfigError for what is not supported together with transfers."""
         drafts = self.speculative_config
         for name, is_set in (("several ranks", self.num_ranks > 1), ("enable_lora", self.enable_lora),
                              ("a draft model", drafts is not None and drafts.method == DRAFT_MODEL),
@@ -271,7 +271,7 @@ class EngineConfig(ChosenLimits):
     def sized(self, step_tokens: int) -> EngineConfig:
         """Returns the settings with steps of `step_tokens` and one token for each slot, unless given.
 
-        Prompts often have round lengths: with the extra tokens, one of 512 beside decode rows needs no second step,
+        Prompts often have round lengths: with the extra tokens, one of 512 next to decode rows needs no second step,
         which would read all weights again for its last few tokens.
         """
         return self if self.max_num_batched_tokens else replace(

@@ -196,7 +196,7 @@ class Engine:
             started = self.clock()
             self._planned.append(started)
             if is_first:
-                self._take_news(started * 1e-9)
+                self._apply_news(started * 1e-9)
             is_first = False
             plan = self._scheduler.schedule(started * 1e-9)
             self._in_flight.append((plan, started))
@@ -233,10 +233,10 @@ class Engine:
         reopens_at = plan.stop.reopens_at if plan.stop else None
         return transfers.next_moment if reopens_at is None else min(reopens_at, transfers.next_moment)
 
-    def _take_news(self, now: float) -> None:
+    def _apply_news(self, now: float) -> None:
         """Tells the scheduler what happened outside its steps: grammars were compiled, blocks arrived or were read."""
         if self._grammars is not None:
-            self._take_compiled(self._grammars, now)
+            self._apply_compiled(self._grammars, now)
         if self._kv_link is not None and self._kv_link.has_news:
             self._news = self._kv_link.pop_news()
             disk = self._news.disk or NO_DISK_NEWS
@@ -247,7 +247,7 @@ class Engine:
             for transfer_id in self._news.acknowledged:
                 self._scheduler.acknowledged(transfer_id)
 
-    def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
+    def _apply_compiled(self, grammars: GrammarCompiler, now: float) -> None:
         """Lets requests with compiled grammars be admitted, and rejects those with grammars that cannot be compiled."""
         if grammars.is_compiling:
             compiled = grammars.pop_compiled()

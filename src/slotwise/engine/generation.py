@@ -57,7 +57,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
 
     def verified(self, num_output: int, num_drafts: int, num_right: int) -> None:
-        """Notes that drafts were verified behind `num_output` tokens of output, of which the first `num_right` hold."""
+        """Notes that drafts were verified after `num_output` output tokens; the first `num_right` were right."""
         self._drafted.append((num_output, num_drafts, num_right))
 
     def drafted(self, num_output: int) -> tuple[int, int]:

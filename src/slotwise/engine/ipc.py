@@ -4,7 +4,7 @@
                                                ◄──reports───
 
 The socket buffer is the bound: the engine blocks when the API process is that far behind, so unsent tokens do not
-accumulate in memory.  Nothing received can run code.  A thread of the engine process sends a heartbeat beside its
+accumulate in memory.  Nothing received can run code.  A thread of the engine process sends heartbeats during
 steps, by which the API process tells a long step from an engine that has stopped.  The offline API, which needs no
 msgspec, does not import this.
 """
@@ -109,7 +109,7 @@ class BlockingChannel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout: float | None) -> list[bytes]:
-        """Returns the messages that arrived, after up to `timeout` seconds for the first (None: without end).
+        """Returns the messages that arrived, after up to `timeout` seconds for the first (None: without limit).
 
         Raises ChannelClosed when the other end is gone.
         """

@@ -1,4 +1,4 @@
-"""The prefix cache's blocks on disk: written behind the steps, found again after an eviction, a restart or a sleep.
+"""The prefix cache's blocks on disk: written in the background, found again after an eviction, a restart or a sleep.
 
     new request ─► DiskLink.offer: which of its blocks are in files? ─► found ─► WAITING_FOR_KV, blocks allocated
                                                                                     │ begin
@@ -107,7 +107,7 @@ class StoredBlock:
     __slots__ = ("before", "key", "number", "owner", "position", "size", "written")
 
     def __init__(self, number: int, key: bytes, owner: str, size: int, written: float) -> None:
-        self.number = number  # no other file has or had it
+        self.number = number  # never used again
         self.key = key
         self.owner = owner
         self.size = size  # bytes that it takes on disk
@@ -252,7 +252,7 @@ class DiskStore:
             return False
         try:
             is_right = self._read(key, file, buffer, rest)
-        except FileNotFoundError:  # it was evicted since, or someone else removed it
+        except FileNotFoundError:  # it was evicted since, or another program removed it
             self._remove(key)
             return False
         except OSError as error:
@@ -291,7 +291,7 @@ class DiskStore:
             rest: called after each piece.
 
         Raises:
-            OSError: the disk is full or read-only, or errs.
+            OSError: the disk is full, read-only or failing.
         """
         digest, view = self._blake3(), memoryview(buffer)
         for at in range(HEADER.size, len(buffer), PIECE):
@@ -534,7 +534,7 @@ class DiskLink(KVLink):
         self._arrivals: dict[int, ReceivedBlocks] = {}
         self._lock = threading.Lock()  # guards arrivals
         self._writing = threading.Lock()  # held while a file is written
-        self._dead: set[str] = set()  # salts whose prompts were removed: their blocks are not written any more
+        self._dead: set[str] = set()  # salts whose prompts were removed: their blocks are no longer written
         self._counted = DiskNews()
         self._counted_at, self._total_counted = 0.0, 0
         self._num_written = self._num_read = self._num_dropped = self._num_stale = self._num_failed = 0
@@ -833,7 +833,7 @@ class DiskLink(KVLink):
         return True
 
     def _is_stale(self, entry: Entry, generation: int) -> bool:
-        """Whether a block left the memory where it was published, or must not be written any more."""
+        """Whether a block left the memory where it was published, or must no longer be written."""
         cached = entry.cached  # the engine's thread may replace it meanwhile
         return (not cached or cached[0].was_vacated or generation != self._generation or entry.salt in self._dead)
 

@@ -4,7 +4,7 @@
     step:  pop_news ─► Scheduler.transfers      schedule ─► follow ─► submit ─► begin      commit ─► follow
 
 `follow` comes between a plan and its execution: the plan may give blocks to other requests, and then they are neither
-sent nor received any more.  `begin` comes after it: block copies of the plan read what the new blocks held before.
+sent nor received.  `begin` comes after it: block copies of the plan read what the new blocks held before.
 """
 
 from __future__ import annotations

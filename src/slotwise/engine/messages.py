@@ -82,21 +82,21 @@ class UnloadAdapter(Struct, tag="unload_adapter"):
 
 
 class QueuePositionQuery(Struct, tag="locate"):
-    """Asks for queue positions.  No command: it changes nothing and is not replayed."""
+    """Asks for queue positions.  Not a command: it changes nothing and is not replayed."""
 
     number: int  # repeated in the answer
     request_ids: tuple[int, ...]
 
 
 class DivergenceQuery(Struct, tag="diverged"):
-    """Asks for the cached tokens around the divergences of prompts.  No command: it changes nothing."""
+    """Asks for the cached tokens around the divergences of prompts.  Not a command: it changes nothing."""
 
     number: int  # repeated in the answer
     request_ids: tuple[int, ...]
 
 
 class GiveBack(Struct, tag="give_back"):
-    """Asks for the memory of the cache, whose contents nothing will find.  No command: no plan depends on it."""
+    """Asks for the memory of the cache, whose contents nothing will find.  Not a command: no plan depends on it."""
 
 
 class RemoveStored(Struct, tag="remove_stored"):

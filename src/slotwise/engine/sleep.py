@@ -86,7 +86,7 @@ class Sleep:
 
         Raises:
             ValueError: there is no such level, this engine has none, or the model sleeps at a deeper one.
-            EngineError: the engine keeps the memory, and serves on.
+            EngineError: the engine keeps the memory, and goes on serving.
             Busy: another change is in progress.
         """
         if level not in LEVELS:
@@ -124,7 +124,7 @@ class Sleep:
         """Serves again; does nothing if it is awake.
 
         Raises:
-            EngineError: the engine did not start; the model sleeps on.
+            EngineError: the engine did not start; the model stays asleep.
             Busy: another change is in progress.
         """
         async with self.changing():

@@ -152,7 +152,7 @@ class Supervisor:
         """Starts the next engine after `rest`, and waits until it is ready; from then on a lost one is replaced.
 
         Raises:
-            EngineError: it could not start; the supervisor rests still.
+            EngineError: it could not start; the supervisor still rests.
         """
         try:
             self._process = self._launch(self._client.info)

@@ -37,7 +37,7 @@ VECTOR = SamplingSpec(max_tokens=None)  # of a request for one
 OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the model's numbers are too large for its "
             "type; try --dtype float32")
 
-COLD = (16, 64, 2)  # decode rows, tokens of a prompt beside them in the last step, steps before it
+COLD = (16, 64, 2)  # decode rows, tokens of a prompt next to them in the last step, steps before it
 STAGES = ((1, 16, 4), (4, 64, 4), (12, 0, 4), (1, 0, 16))  # as `COLD`; the first step of a row count captures a graph
 DRAFTS = ((1, 7), (1, 15), (1, 3), (4, 3), (8, 3))  # decode rows, and drafts of each, in steps of speculative decoding
 DRAFT_STEPS = 3  # of each of these; the first may capture a graph, and the model does not learn from it

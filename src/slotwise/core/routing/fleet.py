@@ -86,14 +86,14 @@ class Fleet:
         self._replicas[name].is_up = False
 
     def lost(self, name: str) -> list[str]:
-        """A replica has died.  Returns its unfinished requests, which are on no replica any more."""
+        """A replica has died.  Returns its unfinished requests, which are no longer on any replica."""
         unfinished = self._replicas[name].lost()
         for request_id in unfinished:
             del self._placed[request_id]
         return unfinished
 
     def remove(self, name: str) -> list[str]:
-        """Forgets a replica.  Returns its unfinished requests, which are on no replica any more."""
+        """Forgets a replica.  Returns its unfinished requests, which are no longer on any replica."""
         unfinished = self.lost(name)
         del self._replicas[name]
         return unfinished

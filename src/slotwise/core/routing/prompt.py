@@ -1,10 +1,10 @@
 """What a router knows of a request: its prompt in pieces of equal length, each known by a digest.
 
-    prompt   |■■■■■■■■■■■|■■■■■■■■■■■|■■■■■■■■■■■|■■■■|        the rest behind the last whole piece has no digest
+    prompt   |■■■■■■■■■■■|■■■■■■■■■■■|■■■■■■■■■■■|■■■■|        the rest after the last whole piece has no digest
     digests      d0          d1          d2                   each of all bytes up to the end of its piece
 
 Two prompts that begin alike share their first digests, so a replica that has computed `d1` needs to compute only what
-lies behind it.  Nothing is tokenized: a router needs no files of the model.
+comes after it.  Nothing is tokenized: a router needs no files of the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 PIECE = 256  # bytes: about a block of 64 tokens
-MAX_PIECES = 1024  # of a prompt; what lies behind is not looked up
+MAX_PIECES = 1024  # of a prompt; what comes after them is not looked up
 DIGEST = 6  # bytes: an exact integer in JSON
 
 
@@ -30,7 +30,7 @@ class RoutedRequest(NamedTuple):
 
 
 def digests(salt: str, parts: Iterable[bytes], piece: int = PIECE) -> tuple[int, ...]:
-    """Returns the digests of the pieces of a prompt, which is `parts` one behind the other.
+    """Returns the digests of the pieces of a prompt, which is `parts` joined.
 
     Args:
         salt: prompts with different salts have no digest in common.

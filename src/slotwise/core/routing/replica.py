@@ -163,7 +163,7 @@ class Replica:
     def update(self, report: Report, asked_at: float) -> None:
         """Applies a report that was requested at `asked_at`; `update_cache` has applied its index before.
 
-        Where none waits, all requests sent before have started, also those whose outputs come only at their end.
+        Where none waits, all requests sent before have started, even those whose outputs come only at their end.
         """
         self.report = report
         self._others = max(0, report.num_running + report.num_waiting - self._most)

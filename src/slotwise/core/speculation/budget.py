@@ -138,7 +138,7 @@ class Acceptance:
         return (self._right[group] + PRIOR_WEIGHT * prior) / (self._compared[group] + PRIOR_WEIGHT)
 
     def survival(self, match: int, number: int) -> list[float]:
-        """Returns for each of `number` drafts behind a match the probability that it and all before it are right.
+        """Returns for each of `number` drafts after a match the probability that it and all before it are right.
 
         Ends with the first that is below UNLIKELY: no step has a use for more.
         """
@@ -155,7 +155,7 @@ class Acceptance:
         return survival
 
     def observe(self, match: int, num_right: int, *, diverged: bool) -> None:
-        """Count `num_right` drafts behind a match that were right, and the one behind that was wrong if `diverged`."""
+        """Count `num_right` drafts after a match that were right, and the next one, which was wrong, if `diverged`."""
         for position in range(match, match + num_right):
             self._count(position, 1.0)
         if diverged:

@@ -44,7 +44,7 @@ class NgramLookup:
         return follower.guess(known, most)
 
     def _search(self, known: TokenText) -> int:
-        """Returns the position behind the latest earlier occurrence of the last tokens, or NOT_FOUND."""
+        """Returns the position after the latest earlier occurrence of the last tokens, or NOT_FOUND."""
         end, begin = len(known), max(0, len(known) - WINDOW)
         if end <= self._shortest:
             return NOT_FOUND

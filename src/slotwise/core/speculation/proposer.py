@@ -95,7 +95,7 @@ class RowDrafts:
 
     def rest(self) -> None:
         """The look gave nothing: look again later, after a while less often."""
-        if FORCED in self._sources:  # what a grammar forces comes without a sign, and costs nothing to look up
+        if FORCED in self._sources:  # what a grammar forces comes without warning, and costs nothing to look up
             return
         self.failures += 1
         self.look_at = len(self.known) + rest_after(self.failures)

@@ -12,7 +12,7 @@ whose batches leave no time for drafts does not pay for an index.
 
 Memory is bounded: a salt keeps two generations of GENERATION tokens, of which the older is dropped when the newer is
 full, and as many that wait to be indexed; all salts together keep MAX_TOKENS, and the salt used least recently goes
-first.  SaltOutputs are found only under their own salt, as cached prefixes are.
+first.  Outputs are found only under their own salt, as cached prefixes are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OutputGeneration:
 
     def __init__(self) -> None:
         self.text = TokenText()
-        self._last: dict[Key, int] = {}  # the position behind their last occurrence
+        self._last: dict[Key, int] = {}  # the position after their last occurrence
         self._before = array("i", [0] * ORDER)  # by position; 0: none
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class OutputGeneration:
             last[key] = place
 
     def places(self, key: Key) -> list[int]:
-        """Returns the positions behind the latest occurrences of ORDER tokens."""
+        """Returns the positions after the latest occurrences of ORDER tokens."""
         found: list[int] = []
         place = self._last.get(key, 0)
         while place and len(found) < CANDIDATES:

@@ -2,7 +2,7 @@
 
     text    ... x = 1 ; y = 2 ; return x
     known   ... x = 7 ; y
-                    ▲   └ the guess goes on behind the replaced token: match 0, then 1, 2 ...
+                    ▲   └ the guess goes on after the replaced token: match 0, then 1, 2 ...
                     └ diverged
 
 While a text is followed, nothing is searched.  Behind a divergence the text goes on as if one token was replaced.  If
@@ -74,7 +74,7 @@ class Guess(NamedTuple):
     """Tokens that may come next, and how many tokens before them agree with the text that they are taken from."""
 
     tokens: Sequence[int]
-    match: int  # 0: none, as behind a token that replaced one of the text
+    match: int  # 0: none, as after a token that replaced one of the text
 
 
 NO_GUESS = Guess((), 0)
@@ -88,8 +88,8 @@ class DraftSource(Protocol):
         ...
 
 
-FAR = 512  # tokens behind a divergence in which two known ones are searched
-NEAR = 16  # tokens behind a divergence in which the last known one is searched
+FAR = 512  # tokens after a divergence in which two known ones are searched
+NEAR = 16  # tokens after a divergence in which the last known one is searched
 BACK = 4  # tokens before it, in both cases: known tokens were inserted
 MAX_UNSEEN = 64  # known tokens that may be new since the last call; with more, the text is lost
 MAX_LOST = 128  # tokens since a divergence after which the text is lost

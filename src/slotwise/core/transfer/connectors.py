@@ -243,7 +243,7 @@ class SharedMemoryListener:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         if not self.is_closed:
-            self._path.unlink(missing_ok=True)  # first: behind it the path may be another producer's
+            self._path.unlink(missing_ok=True)  # first: afterwards the path may be another producer's
             self._listener.close()
 
 
@@ -299,7 +299,7 @@ class SharedMemoryWire(StreamWire):
                 os.close(descriptor)
 
     def attach(self, descriptor: int) -> None:
-        """Use a memory of `PLACES` blocks; its descriptor is not needed any more afterwards."""
+        """Use a memory of `PLACES` blocks; its descriptor is not needed afterwards."""
         size = self._block_bytes
         memory = memoryview(mmap.mmap(descriptor, PLACES * size))  # unmapped with the last view of it
         self._places = [memory[place * size : (place + 1) * size] for place in range(PLACES)]
@@ -352,7 +352,7 @@ class SharedMemoryWire(StreamWire):
 
 
 def connector_of(config: KVTransferConfig, block_bytes: int) -> Connector:
-    """Returns the connector that `config` names.  Raises TransferError: this system has none of that sort."""
+    """Returns the connector that `config` names.  Raises TransferError: this system has no such connector."""
     if config.kv_connector == SHARED_MEMORY:
         return SharedMemoryConnector(block_bytes, config.timeout)
     return TCPConnector(block_bytes, config.timeout, config.secret)

@@ -85,7 +85,7 @@ class Receiver:
             self._tell(request_id, transfer, failure=str(error), is_last=True)
 
     def decline(self, source: TransferSource) -> None:
-        """Tell the producer that no block is wanted: `source.first` is behind the last."""
+        """Tell the producer that no block is wanted: `source.first` comes after the last one."""
         with contextlib.suppress(queue.Full):  # then it waits
             self._declined.put_nowait(source)
 

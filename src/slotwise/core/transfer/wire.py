@@ -121,7 +121,7 @@ class Listener(Protocol):
 
 
 class Connector(Protocol):
-    """Makes connections of one sort, for blocks of one size.  Times are in seconds."""
+    """Makes connections of one kind, for blocks of one size.  Times are in seconds."""
 
     def listen(self, host: str, port: int) -> Listener:
         """Raises OSError: the address is taken."""

@@ -566,8 +566,7 @@ class PredictedReturns(Retained):
 
     The longer a pause has lasted, the longer it will probably last: pauses of tools and people have heavy tails.  Where
     they are Lomax-distributed, what is left of one is proportional to its age plus a scale, here the session's median
-    pause.
-    So the first to go is the one with the earliest release, less that median.
+    pause.  So the first to go is the one with the earliest release, less that median.
 
     A session is named by its requests (`RequestSpec.session`), or known by its prefix: one of the last blocks of the
     prompt, or the last of the output, of the request before.

@@ -63,7 +63,7 @@ def tokenizer_of(tokens: Sequence[bytes], special: Sequence[int], eos_ids: Seque
 
     Args:
         tokens: the bytes of each token, by id.
-        special: ids of tokens that are no text.
+        special: ids of tokens that do not stand for text.
         eos_ids: the model's end tokens, at least one.
         vocab_size: the model's logits.
         encode: token ids of a text, without special tokens.
@@ -94,7 +94,7 @@ def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
             return None, message_of(first)
         if not any(mask):
             return None, "no text matches it"
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # the library's panics do not subclass Exception
         return None, _one_line(str(error))
     return matcher, ""
 

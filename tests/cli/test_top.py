@@ -172,7 +172,7 @@ def _answer_without_end(connection: socket.socket) -> None:
 def test_a_line_without_end_is_one_line(endless: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", endless, "--once"]) == 1
     assert capsys.readouterr() == ("", f"slotwise top: {endless}/events sends a line of more than 16 MB: "
-                                       "it is no slotwise server\n")
+                                       "it is not a slotwise server\n")
 
 
 class Stranger(BaseHTTPRequestHandler):

@@ -73,7 +73,7 @@ def test_links_and_pipes_are_never_written_to(tmp_path: Path, overwrite: bool) -
     (tmp_path / "link").symlink_to(tmp_path / "log")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
-    for name, told in (("link", "is a link"), ("dangling", "is a link"), ("pipe", "is no regular file")):
+    for name, told in (("link", "is a link"), ("dangling", "is a link"), ("pipe", "is not a regular file")):
         with pytest.raises(LogFileError, match=told):
             LogFile(tmp_path / name, overwrite=overwrite)
     with pytest.raises(IsADirectoryError):

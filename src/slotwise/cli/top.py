@@ -371,9 +371,9 @@ class Watch:
                            "the URL of one: slotwise top URL") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise TopError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
-        except HttpProcessingError as error:  # no ClientError: a line without end
-            raise TopError(f"{self.url}/events sends a line of more than {2 * MAX_LINE >> 20} MB: it is no slotwise "
-                           "server") from error
+        except HttpProcessingError as error:  # not a ClientError: an endless line
+            raise TopError(f"{self.url}/events sends a line of more than {2 * MAX_LINE >> 20} MB: it is not a "
+                           "slotwise server") from error
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         if response.status == HTTPStatus.UNAUTHORIZED:
@@ -480,7 +480,7 @@ def _headers(api_key: str) -> dict[str, str]:
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:
-    """Returns what an error says, behind a colon; "" if that is no answer of slotwise."""
+    """Returns what an error says, after a colon; "" if slotwise has not answered."""
     try:
         return f": {json.loads(await response.content.read(MAX_LINE))['error']['message']}"
     except (ValueError, KeyError, TypeError, OSError):

@@ -130,7 +130,7 @@ def numbers(text: str) -> list[int]:
     """The numbers of a list such as 0-3,8, in its order.
 
     Raises:
-        ValueError: it is no such list, has a number twice, or has too many.
+        ValueError: it is not such a list, has a number twice, or has too many.
     """
     if not _LIST.fullmatch(text):
         raise ValueError(f"must be processors such as 0-3,8, not {text!r:.40}")

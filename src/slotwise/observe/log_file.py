@@ -69,7 +69,7 @@ def read_file(path: Path | str) -> Iterator[Entry]:
 
     Raises:
         FormatError: it has another format.
-        LogError: the file cannot be read, or is no event log, or has lost its beginning.
+        LogError: the file cannot be read, or is not an event log, or has lost its beginning.
     """
     try:
         with Path(path).open("rb") as file:
@@ -118,7 +118,7 @@ def _objection(descriptor: int, *, overwrite: bool) -> str:
     """Why an existing file must not be replaced; "" if it may be."""
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
-        return "is no regular file, and cannot become an event log"
+        return "is not a regular file, and cannot become an event log"
     if overwrite:
         return ""
     if about.st_uid != os.geteuid():
@@ -161,7 +161,7 @@ class LogFile:
 
     Raises:
         OSError: the file cannot be created.
-        LogFileError: the existing file is no event log, belongs to another user, or is being written.
+        LogFileError: the existing file is not an event log, belongs to another user, or is being written.
     """
 
     def __init__(self, path: Path | str, max_waiting: int = MAX_WAITING, *, overwrite: bool = False) -> None:

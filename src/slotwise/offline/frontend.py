@@ -105,7 +105,7 @@ class OfflineChoice:
 
     Args:
         text: None where only token ids are wanted.
-        stop_ids: stop tokens of the request, as far as they are no end tokens of the model.
+        stop_ids: stop tokens of the request that are not end tokens of the model.
     """
 
     def __init__(self, job: OfflineRequest, completion: CompletionOutput, text: Continuation | None,

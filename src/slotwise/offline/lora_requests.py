@@ -68,7 +68,7 @@ class ResidentAdapters:
         """The number of an adapter in memory, which is used now; 0: it is not there.
 
         Raises:
-            ValueError: adapters are not enabled, or this is no adapter's request.
+            ValueError: adapters are not enabled, or this is not a LoRARequest.
         """
         if not isinstance(request, LoRARequest):
             raise ValueError(f"lora_request must be a slotwise.LoRARequest, not {request!r:.40}")
@@ -133,7 +133,7 @@ class OfflineAdapters:
         """The adapter of each request; within the context none of them is forgotten.
 
         Raises:
-            ValueError: adapters are not enabled, more are in use than fit memory, or this is no adapter's request.
+            ValueError: adapters are not enabled, more are in use than fit memory, or one of these is not a LoRARequest.
             CheckpointError: an adapter cannot be loaded.
         """
         taken: list[tuple[LoRARequest, int]] = []

@@ -36,7 +36,7 @@ def existing_file(path: str) -> str:
 
 
 def write_output(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
-    """Writes `data` to the output that a command's user has named: as `write_whole`, or into what is no file.
+    """Writes `data` to the output that a command's user has named: as `write_whole`, or into a pipe or a device.
 
     A terminal, a device or a pipe is written directly, as is `/dev/stdout`; a pipe is waited for until it is read.
 
@@ -88,7 +88,7 @@ def read_regular(path: Path | str, most: int) -> bytes:
     """Returns the content of a regular file of at most `most` bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file (a pipe would be waited for), or is larger.
+        OSError: it cannot be read, is not a regular file (a pipe would be waited for), or is larger.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

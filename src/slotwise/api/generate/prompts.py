@@ -137,7 +137,7 @@ class Prompts:
         """The prompts whose outputs stand between each prompt and `suffix`.
 
         Raises:
-            ApiError: the model has no tokens for it, or a prompt is no text, or they are too many for a long suffix.
+            ApiError: the model has no tokens for it, or a prompt is not text, or they are too many for a long suffix.
         """
         marks, prompts = self.tokenizer.fill_marks, _listed(prompt)
         if marks is None:

@@ -173,7 +173,7 @@ class ServerSettings:
         "", "write the event log here, prompts included: up to 1 kB for a step of 16 rows", unit="file",
         otherwise="only the latest entries are kept, in memory", group=LOGS)
     overwrite_event_log: bool = setting(
-        default=False, help="replace the file of {event_log} also where it is no event log, or another user's",
+        default=False, help="replace the file of {event_log} even where it is not an event log, or is another user's",
         group=LOGS)
     otlp_traces_endpoint: str = setting(
         "", "send a span for each request and its stages to this collector, by OTLP over HTTP "

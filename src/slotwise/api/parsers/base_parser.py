@@ -292,7 +292,7 @@ NUMBER, BREAK = "\0", "\1"  # in a syntax: any number, and a line break or none
 
 
 class Parameters(NamedTuple):
-    """How arguments are written that are no object: `before KEY middle VALUE after separator before ...`."""
+    """How arguments that are not an object are written: `before KEY middle VALUE after separator before ...`."""
 
     before: str
     middle: str

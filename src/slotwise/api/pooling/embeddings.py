@@ -192,7 +192,7 @@ async def _cohere_embedding(api: Api, exchange: HttpExchange, body: bytes) -> Va
     kinds: list[str] = list(dict.fromkeys(asked.embedding_types or ("float",)))
     pooling = pooling_of(api, asked.output_dimension)
     if width_of(api, pooling) % 8 and not {"float", "base64"} >= set(kinds):
-        raise bad_request(f"embedding_types: {width_of(api, pooling)} numbers are no whole number of bytes; send "
+        raise bad_request(f"embedding_types: {width_of(api, pooling)} numbers do not fill whole bytes; send "
                           "another output_dimension", "embedding_types")
     cut = TruncatedFields(**{name: getattr(asked, name) for name in PooledFields.__struct_fields__})
     if asked.truncate != "NONE":

@@ -198,7 +198,7 @@ def with_whole_numbers(kind: type[msgspec.Struct], body: bytes) -> bytes:
     Fields of more than `MAX_FIELD` bytes stay as they are: a rewritten one costs many times what decoding does.
 
     Raises:
-        msgspec.DecodeError, RecursionError: it is no JSON object.
+        msgspec.DecodeError, RecursionError: it is not a JSON object.
     """
     fields = {name: bytes(raw) for name, raw in _OBJECT.decode(body).items()}
     for name in _integer_fields(kind) & fields.keys():

@@ -25,6 +25,7 @@ MOST_CALLS = 16  # of one output
 T = TypeVar("T")
 Waiting = Generator[None, None, T]
 SPACES = re.compile(r"[ \t\r\n]+")
+NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # of a function, as most formats write it
 Tools = Mapping[str, Mapping[str, Any]]
 """The schema of each tool's arguments, by the tool's name."""
 

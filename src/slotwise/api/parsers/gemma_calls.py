@@ -12,10 +12,9 @@ import json
 import re
 from typing import NamedTuple
 
-from slotwise.api.parsers.base_parser import ANY, FormatParser, Syntax, Waiting
+from slotwise.api.parsers.base_parser import ANY, NAME, FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import CLOSING, MAX_DEPTH, string
 
-NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 SCALAR = re.compile(rf"[^,\[\]{{}}<>\"{ANY}]+")
 WORDS = {"True": "true", "False": "false", "None": "null"}  # of Python, which templates write
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", re.ASCII)

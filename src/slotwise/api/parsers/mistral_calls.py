@@ -7,12 +7,8 @@
 
 from __future__ import annotations
 
-import re
-
-from slotwise.api.parsers.base_parser import FormatParser, Waiting
+from slotwise.api.parsers.base_parser import NAME, FormatParser, Waiting
 from slotwise.api.parsers.json_calls import CallObject, nested
-
-NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 
 
 class MistralCalls(FormatParser):

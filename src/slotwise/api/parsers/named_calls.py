@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from slotwise.api.parsers.base_parser import ANY, NUMBER, FormatParser, Syntax, Waiting
+from slotwise.api.parsers.base_parser import ANY, NAME, NUMBER, FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import nested
 
-NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 ID = re.compile(rf"[^<>{ANY}]+")
 
 

@@ -335,7 +335,7 @@ def test_the_next_engine_has_the_adapters_whose_files_are_the_same(world: World,
         config.write_text(before)
     assert tokens(server, "a", world.prompts[1]) == world.expected["a"][1]
     assert server.client.post("/v1/completions", json={"model": "b", "prompt": "x"}).status_code == 404
-    assert "the adapter b is not served any more: its files have changed" in log.read_text()
+    assert "the adapter b is no longer served: its files have changed" in log.read_text()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -267,4 +267,4 @@ def test_a_retired_field_is_accepted_and_said_to_have_no_effect(
     with caplog.at_level("WARNING"):
         (served,) = load_tiers(str(path), 8, {})
     assert served.tier.name == "a"
-    assert "tier a: max_step_context has no effect any more" in caplog.text
+    assert "tier a: max_step_context no longer has any effect" in caplog.text

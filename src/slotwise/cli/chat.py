@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its messages, what may be typed beside them, and how an answer is shown.
+"""A conversation in the terminal: its messages, what may be typed in addition, and how an answer is shown.
 
     > a message ─► the model ─► parts of an answer, shown as they come ─► the conversation
     > /command  ─► a method of `Chat`
@@ -128,7 +128,7 @@ class Lines:
 
 
 class Screen:
-    """Shows answers, and notes beside them."""
+    """Shows answers, and notes next to them."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -187,7 +187,7 @@ def shown(text: str) -> str:
 
 
 class Command(NamedTuple):
-    """What may be typed beside messages."""
+    """What may be typed in addition to messages."""
 
     run: Callable[[Chat, str], None]
     argument: str

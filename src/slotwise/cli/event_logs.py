@@ -231,7 +231,7 @@ def _add_timeline(commands: Commands) -> None:
     timeline = add_command(
         commands, "timeline", "draw a saved event log as a page that opens in any browser", run_timeline)
     timeline.add_argument("log", type=Path, metavar="LOG", help="a file written by `slotwise serve --event-log LOG`")
-    timeline.add_argument("--output", type=Path, metavar="FILE", help="the page (default: LOG.html beside the log)")
+    timeline.add_argument("--output", type=Path, metavar="FILE", help="the page (default: LOG.html next to the log)")
     timeline.add_argument("--open", action="store_true", help="show it in the browser")
 
 

@@ -75,10 +75,10 @@ def ending_at_once(form: Callable[[str], str] = str) -> Iterator[None]:
 def end(status: int) -> NoReturn:
     """Ends this process once its threads have, but leaves libraries standing.
 
-    Some abort where the interpreter takes them down beside a daemon, once all output is written.
+    Some abort where the interpreter takes them down next to a daemon, once all output is written.
 
     Raises:
-        BrokenPipeError: nobody reads the output.
+        BrokenPipeError: the output is not read.
     """
     sys.stdout.flush()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads but daemons

@@ -47,7 +47,7 @@ def add(commands: Commands) -> None:
                          help="in place of --replicas: processes that compute prompts for those of --decode-replicas, "
                          "whose steps then have no long prompts: docs/disaggregation.md")
     command.add_argument("--decode-replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
-                         help="processes that answer, beside --prefill-replicas (default: 1)")
+                         help="processes that answer, together with --prefill-replicas (default: 1)")
     command.add_argument("--replica-url", action="append", default=[], type=reader(checked), metavar="URL", dest="urls",
                          help="in place of processes: replicas at this address, as http://HOST:8000; a name that means "
                          "several hosts stands for all of them; repeatable")
@@ -118,10 +118,10 @@ def _numbers(asked: argparse.Namespace, served: argparse.Namespace) -> tuple[int
     """
     if asked.prefill_replicas is None:
         if asked.decode_replicas is not None:
-            raise ValueError("--decode-replicas is for replicas beside --prefill-replicas: give both")
+            raise ValueError("--decode-replicas goes with --prefill-replicas: give both")
         return 2 if asked.replicas is None else asked.replicas, []
     if asked.replicas is not None:
-        raise ValueError("--replicas is for replicas without roles: leave it out beside --prefill-replicas")
+        raise ValueError("--replicas is for replicas without roles: leave it out with --prefill-replicas")
     if served.kv_transfer_config is not None:
         raise ValueError("--kv-transfer-config is not for --prefill-replicas, which sets it for each process")
     from slotwise.fleet.replicas import roles

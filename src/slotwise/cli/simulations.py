@@ -342,7 +342,7 @@ def _check_roles(asked: argparse.Namespace, setup: Setup) -> None:
     for name, is_given in (("--replicas", asked.replicas > 1), ("--router", asked.router), ("--event-log",
                            asked.event_log), ("--adapters", asked.adapters), ("--acceptance", asked.acceptance)):
         if is_given:
-            raise ValueError(f"{name} is not for servers with roles: leave it out beside --prefill-replicas")
+            raise ValueError(f"{name} is not for servers with roles: leave it out with --prefill-replicas")
     if setup.limits.stages > 1 or setup.draft_model is not None:
         raise ValueError("servers with roles have one stage and no draft model")
 
@@ -414,7 +414,7 @@ def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict
         headers["Authorization"] = f"Bearer {asked.api_key}"
     named = f"?{urllib.parse.urlencode({'replica': asked.replica})}" if asked.replica else ""
     request = urllib.request.Request(f"{asked.url.rstrip('/')}/what_if{named}", json.dumps(body).encode(), headers)
-    waiting = Console(stderr=True).status("The server replays its last minutes, beside its streams: ten seconds")
+    waiting = Console(stderr=True).status("The server replays its last minutes while it streams: ten seconds")
     try:
         with waiting, urllib.request.urlopen(request) as response:
             answer: dict[str, Any] = json.load(response)

@@ -548,7 +548,7 @@ def keys_read() -> Iterator[asyncio.Event]:
     def read() -> None:
         try:
             keys = os.read(terminal, MAX_KEYS)
-        except OSError:  # no terminal is there any more
+        except OSError:  # the terminal is gone
             keys = b""
         if not keys or LEAVES in keys.lower():
             loop.remove_reader(terminal)

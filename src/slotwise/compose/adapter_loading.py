@@ -1,4 +1,4 @@
-"""The thread of an engine process that loads adapters beside its steps.
+"""The thread of an engine process that loads adapters during its steps.
 
 It has the lowest priority, as the helpers of the kernels have, and one compute thread: the engine's own thread is
 preferred wherever both want a core, and the interpreter's lock is free while tensors are read and packed.

@@ -64,7 +64,7 @@ def check_sizes(
 
     Args:
         models: the model, and the draft model if there is one.
-        freed: bytes of host memory that will be free beside those that are.
+        freed: bytes of host memory that will be free in addition to those that are.
 
     Raises:
         ConfigError: the settings contradict each other or the model.
@@ -123,7 +123,7 @@ def _sized(
 
     Args:
         room_for: returns the room with sequences of so many tokens and so many bytes of staging.
-        freed: bytes of host memory that will be free beside those that are.
+        freed: bytes of host memory that will be free in addition to those that are.
     """
     decoder = models[0]
     kernels = decoder.kernels

@@ -129,7 +129,7 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
         raise ConfigError(f"pipeline_parallel_size {config.pipeline_parallel_size}: {why} not divided into stages: "
                           "serve this model with 1")
     if config.speculative_config is not None and config.speculative_config.model is not None:
-        raise ConfigError("speculative_config: a draft model is not supported beside a model with recurrent states: "
+        raise ConfigError("speculative_config: a draft model is not supported with a model with recurrent states: "
                           "choose method suffix, ngram or prediction")
 
 
@@ -716,7 +716,7 @@ def check_loadable(config: EngineConfig, freed: int) -> None:
     """Raises what `load` and `Loaded.engine` would raise, as far as it can be known before weights are read.
 
     Args:
-        freed: bytes of host memory that will be free beside those that are.
+        freed: bytes of host memory that will be free in addition to those that are.
     """
     expected(config, freed)
 

@@ -24,14 +24,14 @@ SECONDS = 120.0  # for imports and headers of files, on a busy machine
 
 class _Asked(msgspec.Struct):
     config: EngineConfig
-    freed: int  # bytes that will be free, beside those that are
+    freed: int  # bytes that will be free, in addition to those that are
 
 
 async def check(config: EngineConfig, freed: int) -> None:
     """Checks the model of `config`: its files' headers and shapes, settings, and whether its weights fit.
 
     Args:
-        freed: bytes that will be free beside those that are.
+        freed: bytes that will be free in addition to those that are.
 
     Raises:
         ValueError: it cannot be served, in one line.

@@ -327,7 +327,7 @@ class Ranks:
             self._send(encode(Collect()), [rank for rank in self._others if rank.rank.stage.is_first])
 
     def load_adapter(self, command: LoadAdapter) -> None:
-        """Has all ranks load an adapter beside their steps; `adapter_loads` tells what became of it."""
+        """Has all ranks load an adapter during their steps; `adapter_loads` tells what became of it."""
         self._send(encode(command))
 
     def adapter_loads(self) -> dict[int, str]:
@@ -364,7 +364,7 @@ class Ranks:
         return self._memory.boxes.arrived(0)
 
     def lose(self, why: str) -> None:
-        """Give up: wait for no rank any more, and kill them."""
+        """Give up: stop waiting for ranks, and kill them."""
         with self._losing:
             if self.lost:
                 return

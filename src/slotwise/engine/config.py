@@ -257,7 +257,7 @@ class EngineConfig(ChosenLimits):
         known = (*settings_of(cls), "tiers")
         for name in RETIRED & settings.keys():
             if settings.pop(name):
-                logger.warning("%s has no effect any more: prompts are cut by max_stall_ms and max_step_ms", name)
+                logger.warning("%s no longer has any effect: prompts are cut by max_stall_ms and max_step_ms", name)
         for name in settings:
             if name not in known:
                 raise ConfigError(f"there is no setting {name!r}; there are {', '.join(known)}")

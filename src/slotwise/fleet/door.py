@@ -121,7 +121,7 @@ class PrefillQueue:
         return turn
 
     def leave(self, name: str, request_id: str) -> None:
-        """A prompt is computed, or is not wanted any more."""
+        """A prompt is computed, or is no longer wanted."""
         turns = self._turns[name]
         turns.pop(request_id).set()
         if turns:

@@ -18,7 +18,7 @@ from typing import Any
 from slotwise.errors import printable
 
 TEXT, JSON = FORMATS = ("text", "json")
-FIELDS = "fields"  # attribute of a log record: the fields of a JSON line beside the message
+FIELDS = "fields"  # attribute of a log record: the fields of a JSON line in addition to the message
 INDENT = "    "  # of what follows the first line of a text
 _chosen = TEXT
 

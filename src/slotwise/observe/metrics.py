@@ -101,12 +101,12 @@ COUNTERS = {
     "spec_decode_num_draft_tokens_total": "Drafts verified.",
     "spec_decode_num_accepted_tokens_total": "Drafts that were right.",
     "recomputed_tokens_total": "Waste: tokens computed again after a preemption.",
-    "padded_tokens_total": "Waste: padding tokens, computed beside those in iteration_tokens_total.",
+    "padded_tokens_total": "Waste: padding tokens, computed in addition to those in iteration_tokens_total.",
     "held_tokens_total": "Waste: tokens computed for finished rows whose batch had not drained.",
     "slot_steps_total": "Slots, summed over steps.",
     "empty_slot_steps_total": "Waste: slots without a row, summed over steps.",
     "empty_slot_steps_waiting_total": "Part of empty_slot_steps_total: slots that were empty while requests waited.",
-    "kv_prompts_sent_total": "Prompts whose blocks another engine has read, or does not want any more.",
+    "kv_prompts_sent_total": "Prompts whose blocks another engine has read, or no longer wants.",
     "engine_starts_total": "Engine processes that became ready; all but the first replaced a lost one.",
 }
 
@@ -708,7 +708,7 @@ class Metrics(Collector, Observer):
                 self._count("spec_decode_num_accepted_tokens_per_pos_total", str(position))
 
     def _hold_against(self, roofline: Roofline, step: StepRecord, kind: str, seconds: float) -> None:
-        """Counts a step's bound, at most its seconds: rates that were measured beside other programs are too low."""
+        """Counts a step's bound, at most its seconds: rates that were measured next to other programs are too low."""
         sampled = len(step.tokens) - step.tokens.count(())
         bound = min(seconds, roofline.seconds(roofline.cost(step.plan.starts, step.plan.counts, sampled)))
         self.labeled["roofline_seconds_total"][kind] += bound

@@ -26,7 +26,7 @@ from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.request_timeline import SHAPES, LastEnds, RequestTimeline
 
 CAPACITY = 24 << 20  # bytes; about ten minutes of steps of eight rows that take 10 ms each
-OVERHEAD = 104  # bytes of a line's objects, beside those of its text
+OVERHEAD = 104  # bytes of a line's objects, in addition to those of its text
 TIMELINE = 4  # bytes of a request's timeline and its places in the index, for each byte of its line
 
 PIECE = 500  # lines; read and sent within a small part of a step

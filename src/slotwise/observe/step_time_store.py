@@ -1,4 +1,4 @@
-"""The core's step-time model beside an engine service, and its file between runs.
+"""The core's step-time model next to an engine service, and its file between runs.
 
 A model is learned once for a checkpoint on a machine, and refined by each run: a small JSON file for each.
 """

@@ -88,7 +88,7 @@ def step_view(entries: Sequence[Entry], number: int, times: ObservedStepTimes) -
     unfinished = {number: one for number, one in timelines.by_number.items() if one.over_at < 0}
     timelines.plan(step)
     rows = list(_rows(step, timelines.by_number))
-    proposing = step.result.proposing.seconds if step.result.proposing else 0.0  # the model predicts what is beside it
+    proposing = step.result.proposing.seconds if step.result.proposing else 0.0  # the model predicts the rest
     return StepView(step, proposing + times.seconds(work(step)), rows, list(_left_out(step, unfinished)))
 
 

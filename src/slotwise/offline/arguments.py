@@ -17,7 +17,7 @@ from slotwise.platform.progress_bar import ProgressBar
 
 SETTINGS = tuple(name for name in (*settings_of(EngineConfig), "tiers") if name not in {"model", *RULES})
 ALIASES = aliases_of(EngineConfig)
-OWN = {  # obeyed beside the settings
+OWN = {  # obeyed in addition to the settings
     "model": f"{settings_of(EngineConfig)['model'].help}; None: the built-in model",
     **{name: settings_of(ModelOptions)[name].help for name in ("override_generation_config", "pooler_config")},
     "chat_template": "a chat template or its file, in the place of the model's",

@@ -104,7 +104,7 @@ class AsyncLLM(VllmMethods):
         Args:
             request_id: unique among unfinished requests.
             prompt_text: the text that token ids stand for, repeated in the outputs.
-            lora_request: its adapter, which is loaded beside the steps of others; needs `enable_lora`.
+            lora_request: its adapter, which is loaded during the steps of others; needs `enable_lora`.
             priority: lower is earlier, where the policy has priorities.
             more: arguments of vLLM's that are not supported; None is accepted.
 

@@ -11,7 +11,7 @@ from slotwise.compat.vllm import is_neutral
 from slotwise.errors import nearest
 
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that are accepted beside None, and what to do for another
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that are accepted like None, and what to do for another
     **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs"), ({}, [])),
     "prompt_embeds": (), "prompt_is_token_ids": (), "token_type_ids": (), "prompt_token_offsets": (),
     "encoder_prompt": (), "decoder_prompt": (),

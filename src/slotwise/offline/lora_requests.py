@@ -163,7 +163,7 @@ class OfflineAdapters:
 
 
 class AsyncAdapters(Observer):
-    """Loads the adapters of an engine in a process of its own, beside its steps.
+    """Loads the adapters of an engine in a process of its own, during its steps.
 
     Args:
         num_places: adapters in memory at the same time; 0: there are none.

@@ -16,7 +16,7 @@ from slotwise.text.structured_output import StructuredOutputError, of_structured
 
 DEFAULT = SamplingSpec()
 INTERVAL: Range = whole(1)
-NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside None
+NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # in addition to None
     "flat_logprobs": (False,), "skip_reading_prefix_cache": (False,), "extra_args": ({},), "skip_clone": ANY,
     "output_text_buffer_length": (0,), "thinking_token_budget": (-1,),
 }

@@ -51,7 +51,7 @@ def write_output(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
 
 
 def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
-    """Writes `data` to `path`: to a temporary file beside it, synchronized, then renamed; removed on failure.
+    """Writes `data` to `path`: to a temporary file next to it, synchronized, then renamed; removed on failure.
 
     A link or a pipe is replaced, and the file that a link names stays as it is.
 

@@ -48,7 +48,7 @@ class Boundaries:
         added = list(inner.get_added_tokens_decoder().values())
         self._mark: re.Pattern[str] | None = None
         self._line: re.Pattern[str] | None = None
-        if not any(token.single_word for token in added):  # such a token depends on what stands beside it
+        if not any(token.single_word for token in added):  # such a token depends on what stands next to it
             if marks := [re.escape(token.content) for token in added if _divides(token, added, inner)]:
                 self._mark = re.compile("|".join(marks))
             if _ends_words_at_lines(inner) and not any(

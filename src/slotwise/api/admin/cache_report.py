@@ -41,7 +41,7 @@ TOOL = re.compile(r'"(function|parameters|input_schema)"')
 
 
 class DivergedText(NamedTuple):
-    """The text around a divergence, and what to change; empty where it is not cached any more."""
+    """The text around a divergence, and what to change; empty where it is no longer cached."""
 
     before: str  # that both prompts have
     own: str  # of the request
@@ -51,7 +51,7 @@ class DivergedText(NamedTuple):
     def advice(self, position: int) -> str:
         """What to change so that such prompts find more in the cache."""
         if not (self.own or self.nearest):
-            return "The text of the nearest prompt is not cached any more: ask sooner after such a request."
+            return "The text of the nearest prompt is no longer cached: ask sooner after such a request."
         if self.share_same < SAME:
             return (f"From token {position:,} on these are different prompts: put what many prompts share before what "
                     "differs.")

@@ -57,7 +57,7 @@ async def links(clients: ServerClients, engine: ServedEngine, text: TextService,
 
 async def respond_links(exchange: HttpExchange, told: str, there: tuple[Link, ...], settings: ServerSettings,
                         example: Example) -> None:
-    """Send the page of links.  Args: told: about the service, as HTML; there: links beside that to the chat page."""
+    """Send the page of links.  Args: told: about the service, as HTML; there: further links."""
     there = ((link_page.CHAT_PAGE,) if settings.ui else ()) + there
     await shell.respond(exchange, link_page.page(told, there, settings.root_path, example))
 

@@ -129,7 +129,7 @@ class Job(ValidatedRequest):
 
 
 def names_of(api: Api, job: Job) -> TokenTexts:
-    """What tokens are called beside their log-probabilities."""
+    """What tokens are called next to their log-probabilities."""
     return TokenNames() if job.request.return_tokens_as_token_ids else api.text.prompts.tokenizer
 
 

@@ -213,8 +213,8 @@ def _schemas(request: ChatRequest, chosen: AllowedTools) -> Schemas:
 def _terms(answer: Grammar) -> str:
     """A grammar as terms of a rule.  Raises ApiError for GBNF, which is translated only where it stands alone."""
     if answer.kind == LARK and is_gbnf(answer.text):
-        raise bad_request(f"{answer.field}: a grammar in GBNF is not available beside tools or reasoning; write it in "
-                          "Lark's syntax", answer.field)
+        raise bad_request(f"{answer.field}: a grammar in GBNF is not available together with tools or reasoning; write "
+                          "it in Lark's syntax", answer.field)
     if answer.kind == REGEX:
         return lark_of_regex(answer.text)
     return f"%json {answer.text}" if answer.kind == JSON_SCHEMA else f"%lark {{\n{answer.text}\n}}"

@@ -1,6 +1,6 @@
 """The adapters that are served, loaded and unloaded while the server runs, and the names by which clients may ask.
 
-    load    name is free ─► the engine reads the files beside its steps ─► requests may name it
+    load    name is free ─► the engine reads the files during its steps ─► requests may name it
     unload  no new request may name it ─► those that do end ─► the engine forgets it
 
 A name that is loaded again is another adapter, under another number: it shares no cached prefix with the one before.
@@ -185,7 +185,7 @@ class ServedModels(Observer):
             except AdapterError as error:
                 digest, objection = "", str(error)
             if digest != adapter.digest and not adapter.is_unloaded:
-                logger.error("the adapter %s is not served any more: %s", printable(adapter.name), objection)
+                logger.error("the adapter %s is no longer served: %s", printable(adapter.name), objection)
                 self.unload(adapter.name)
             self._release(adapter)
 

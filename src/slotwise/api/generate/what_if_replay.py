@@ -125,5 +125,5 @@ def _busy(why: str, seconds: float) -> ApiError:
 
 def _late(why: str) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the machine is too busy for a what-if: {why}, and "
-                    f"{ANSWERED:g} s are allowed; try again when less runs beside the server, or replay its event log "
+                    f"{ANSWERED:g} s are allowed; try again when less runs next to the server, or replay its event log "
                     "elsewhere (--event-log, `slotwise what-if`)", code="what_if_late", retry_after=ceil(ANSWERED))

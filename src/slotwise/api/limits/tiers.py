@@ -135,7 +135,7 @@ def _served(listed: TierTable, max_num_seqs: int, environment: Mapping[str, str]
                 f"tier {listed.name}: share and slots both say how many slots are kept: give one of them")
         listed.slots = _slots(listed.share, max_num_seqs)
     if listed.max_step_context:
-        logger.warning("tier %s: max_step_context has no effect any more", listed.name)
+        logger.warning("tier %s: max_step_context no longer has any effect", listed.name)
     settings = TierSettings(**{name: getattr(listed, name) for name in TierSettings.__struct_fields__})
     return ServedTier(settings, _keys(listed, environment), listed.api_keys_env or "")
 

@@ -3,7 +3,7 @@
     start: thinking calls               a call is required, or a tool is named
     start: thinking tagged* TEXT        calls are free, and the arguments of strict tools match their schemas
     start: thinking answer              structured output, after the reasoning
-    start: thinking (calls | answer)    with tools beside it
+    start: thinking (calls | answer)    with tools next to it
 
 Rules are texts; a special token is written by its name, as `<|message|>`.
 """

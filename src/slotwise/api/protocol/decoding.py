@@ -149,7 +149,7 @@ def _check_messages(name: str, value: bytes) -> None:
     if len(messages) > MAX_ELEMENTS or num_parts > MAX_ELEMENTS:
         raise bad_request(f"{name}: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", name)
     if num_values > MAX_VALUES:
-        raise bad_request(f"{name}: more than {MAX_VALUES} values beside their texts", name)
+        raise bad_request(f"{name}: more than {MAX_VALUES} values in addition to their texts", name)
 
 
 def _check_texts(name: str, value: bytes) -> None:

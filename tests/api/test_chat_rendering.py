@@ -156,7 +156,6 @@ def test_what_is_hostile_is_shown_and_does_nothing(page: Any, piece: int) -> Non
 def test_a_long_answer_is_drawn_in_work_of_bounded_size(page: Any, name: str) -> None:
     text = LONG[name]
     found = drawn(page, text, 2000)
-    print(name, found["most"] / (LONGEST + 2000), found["last"] / len(text))
     assert 2000 <= found["most"] < 10 * (LONGEST + 2000), "what is drawn at a time does not grow with the answer"
     assert found["last"] < 10 * len(text)
     shown = "".join(found["text"].split())

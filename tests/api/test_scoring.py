@@ -174,7 +174,7 @@ def test_labels_of_texts(classifying: Server, tokenizer: Tokenizer) -> None:
     (SCORE, {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction"),
     (CLASSIFY, {"input": "a"}, "does not classify"), (CLASSIFY, {"messages": []}, "input"),
     (EMBED, {"texts": []}, "texts"), (EMBED, {"texts": ["a"], "embedding_types": ["int8"]}, "int8"),
-    (EMBED, {"texts": ["a"], "embedding_types": ["binary"]}, "whole number of bytes"),
+    (EMBED, {"texts": ["a"], "embedding_types": ["binary"]}, "fill whole bytes"),
     (EMBED, {"texts": ["a"], "input_type": "other"}, "input_type"),
     (EMBED, {"texts": ["a"], "images": ["b"]}, "images"),
     (EMBED, {"texts": ["a " * 999], "truncate": "NONE"}, "maximum context length"),

@@ -8,7 +8,6 @@ it would have to fetch the residual stream of others from another core's cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -116,82 +115,86 @@ def _convert(words: int, kind: Real, made: Real) -> None:
         token = fetch_add(words, 1)
 
 
-def _each_row(of_row: Callable[[int, int, Real, Real], None]) -> Callable[[int, Real, Real], None]:
-    """The part that calls `of_row(words, token, kind, stream)` for every token; adjacent ones go to one thread."""
-    row = kernel(of_row)
-
-    def each_row(words: int, kind: Real, stream: Real) -> None:
-        tokens, threads = load(words, TOKENS, INT64), load(words, THREADS, INT64)
-        thread = fetch_add(words + THREAD_COUNTER, 1)
-        together = rows_of_an_item(tokens, threads)
-        items = (tokens + together - 1) // together
-        item = pop(words, thread, threads, items)
-        while item != NOTHING:
-            for token in range(item * together, min((item + 1) * together, tokens)):
-                row(words, token, kind, stream)
-            item = pop(words, thread, threads, items)
-
-    each_row.__name__ = of_row.__name__  # by which the compiled kernel is called
-    return kernel(each_row)
-
-
-@_each_row
-def _norm(words: int, token: int, kind: Real, stream: Real) -> None:
+@kernel
+def _norm(words: int, kind: Real, stream: Real) -> None:
     """RMSNorm of `x`, or of `residual += x` where `RESIDUAL` is an address.
 
     The normed numbers have the type `stream`; weights and results have the type `kind`, and so has an added `x`.
     """
     size, weight = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
-    eps, offset = float_of(load(words, EPS_BITS, INT64)), float_of(load(words, OFFSET_BITS, INT64))
-    x = _add_to_stream(words, token, kind, stream)
-    out = load(words, OUT, INT64) + token * size * bytes_of(kind)
-    factor = inverse_rms(x, size, eps, stream)
-    for i in range(size):
-        store(out, i, load(x, i, stream) * factor * (load(weight, i, kind) + offset), kind)
+    eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
+    offset = float_of(load(words, OFFSET_BITS, INT64))
+    thread, threads = fetch_add(words + THREAD_COUNTER, 1), load(words, THREADS, INT64)
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            x = _add_to_stream(words, token, kind, stream)
+            out = load(words, OUT, INT64) + token * size * bytes_of(kind)
+            factor = inverse_rms(x, size, eps, stream)
+            for i in range(size):
+                store(out, i, load(x, i, stream) * factor * (load(weight, i, kind) + offset), kind)
+        item = pop(words, thread, threads, items)
 
 
-@_each_row
-def _layer_norm(words: int, token: int, kind: Real, stream: Real) -> None:
+@kernel
+def _layer_norm(words: int, kind: Real, stream: Real) -> None:
     """LayerNorm of `x`, or of `residual += x` where `RESIDUAL` is an address; of ones and zeros without addresses.
 
     Types are those of `_norm`.
     """
     size, weight, bias = load(words, SIZE, INT64), load(words, WEIGHT, INT64), load(words, BIAS, INT64)
-    eps, offset = float_of(load(words, EPS_BITS, INT64)), float_of(load(words, OFFSET_BITS, INT64))
-    x = _add_to_stream(words, token, kind, stream)
-    out = load(words, OUT, INT64) + token * size * bytes_of(kind)
-    total, squares = ZERO, ZERO
-    for i in range(size):
-        total += load(x, i, stream)
-    mean = total / float32(size)
-    for i in range(size):
-        off = load(x, i, stream) - mean
-        squares += off * off
-    factor = ONE / sqrt(squares / float32(size) + eps)
-    if weight != 0 and bias != 0:
-        for i in range(size):
-            normed = (load(x, i, stream) - mean) * factor
-            store(out, i, normed * (load(weight, i, kind) + offset) + load(bias, i, kind), kind)
-    elif weight != 0:
-        for i in range(size):
-            store(out, i, (load(x, i, stream) - mean) * factor * (load(weight, i, kind) + offset), kind)
-    elif bias != 0:
-        for i in range(size):
-            store(out, i, (load(x, i, stream) - mean) * factor + load(bias, i, kind), kind)
-    else:
-        for i in range(size):
-            store(out, i, (load(x, i, stream) - mean) * factor, kind)
+    eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
+    offset = float_of(load(words, OFFSET_BITS, INT64))
+    thread, threads = fetch_add(words + THREAD_COUNTER, 1), load(words, THREADS, INT64)
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            x = _add_to_stream(words, token, kind, stream)
+            out = load(words, OUT, INT64) + token * size * bytes_of(kind)
+            total, squares = ZERO, ZERO
+            for i in range(size):
+                total += load(x, i, stream)
+            mean = total / float32(size)
+            for i in range(size):
+                off = load(x, i, stream) - mean
+                squares += off * off
+            factor = ONE / sqrt(squares / float32(size) + eps)
+            if weight != 0 and bias != 0:
+                for i in range(size):
+                    normed = (load(x, i, stream) - mean) * factor
+                    store(out, i, normed * (load(weight, i, kind) + offset) + load(bias, i, kind), kind)
+            elif weight != 0:
+                for i in range(size):
+                    store(out, i, (load(x, i, stream) - mean) * factor * (load(weight, i, kind) + offset), kind)
+            elif bias != 0:
+                for i in range(size):
+                    store(out, i, (load(x, i, stream) - mean) * factor + load(bias, i, kind), kind)
+            else:
+                for i in range(size):
+                    store(out, i, (load(x, i, stream) - mean) * factor, kind)
+        item = pop(words, thread, threads, items)
 
 
-@_each_row
-def _add(words: int, token: int, kind: Real, stream: Real) -> None:
+@kernel
+def _add(words: int, kind: Real, stream: Real) -> None:
     """`residual += x`, or where `WEIGHT` is an address, `residual += sigmoid(weight) * x`, with a weight per token."""
-    size, gates = load(words, SIZE, INT64), load(words, WEIGHT, INT64)
-    x = load(words, X, INT64) + token * size * bytes_of(kind)
-    residual = load(words, RESIDUAL, INT64) + token * size * bytes_of(stream)
-    factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
-    for i in range(size):
-        store(residual, i, load(residual, i, stream) + factor * load(x, i, kind), stream)
+    size, tokens, gates = load(words, SIZE, INT64), load(words, TOKENS, INT64), load(words, WEIGHT, INT64)
+    thread, threads = fetch_add(words + THREAD_COUNTER, 1), load(words, THREADS, INT64)
+    together = rows_of_an_item(tokens, threads)
+    items = (tokens + together - 1) // together
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        for token in range(item * together, min((item + 1) * together, tokens)):
+            x = load(words, X, INT64) + token * size * bytes_of(kind)
+            residual = load(words, RESIDUAL, INT64) + token * size * bytes_of(stream)
+            factor = sigmoid(load(gates, token, kind)) if gates != 0 else ONE
+            for i in range(size):
+                store(residual, i, load(residual, i, stream) + factor * load(x, i, kind), stream)
+        item = pop(words, thread, threads, items)
 
 
 @kernel

@@ -44,6 +44,13 @@ def test_where_streams_are_not_held_up_it_has_room_for_half_a_second(device, rat
     assert step_tokens(decoder(device, rate), stalls_are_bounded=True) == tokens
 
 
+def test_a_small_encoder_has_larger_steps_than_a_model_whose_streams_wait():
+    small = decoder("cpu", 2e11, layer_weights=10_000_000)
+    assert step_tokens(small, stalls_are_bounded=True) == 512
+    small.config.is_causal = False
+    assert step_tokens(small, stalls_are_bounded=True) == 1024
+
+
 def test_beside_all_slots_a_prompt_of_a_round_length_still_fits_into_a_step():
     assert EngineConfig.of(model="", max_num_seqs=24).sized(512).step_tokens == 512 + 24
     assert EngineConfig.of(model="", max_num_seqs=24, max_num_batched_tokens=512).sized(256).step_tokens == 512

@@ -36,6 +36,7 @@ from slotwise.engine.messages import MemoryUse
 STEP_SECONDS = 0.1  # where streams wait for whole steps
 BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)
 STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for the tokens they compute
+ENCODER_STEP_SIZES = (1024, *STEP_SIZES)  # no stream waits for a step of whole prompts; larger ones have fewer gaps
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
 BLOCK_SIZE = 64  # tokens; as in the measurements of benchmarks/results/kernels-cpu.md
 
@@ -51,7 +52,9 @@ class _Room(NamedTuple):
 def step_tokens(decoder: DecoderSizes, *, stalls_are_bounded: bool) -> int:
     """Returns the token capacity of the longest step."""
     seconds = BURST_SECONDS if stalls_are_bounded else STEP_SECONDS
-    sizes = GPU_STEP_SIZES if decoder.kernels.device.type == "cuda" else STEP_SIZES
+    sizes = STEP_SIZES if decoder.config.is_causal else ENCODER_STEP_SIZES
+    if decoder.kernels.device.type == "cuda":
+        sizes = GPU_STEP_SIZES
     rate = decoder.kernels.operations_per_second(decoder.config.dtype)
     tokens = seconds * rate / (2 * decoder.config.layer_weights)
     return next(size for size in sizes if size <= tokens or size == sizes[-1])

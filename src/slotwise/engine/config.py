@@ -102,7 +102,7 @@ class EngineConfig(ChosenLimits):
         otherwise="the model's", is_common=True)
     max_num_batched_tokens: int | None = redeclared(  # type: ignore[assignment]
         LiveLimits, "max_num_batched_tokens", None, otherwise="what half a second computes, a tenth where stalls are "
-        "not bounded; 128 to 512, on a GPU up to 8192; and one for each slot")
+        "not bounded; 128 to 512, of an encoder up to 1024, on a GPU up to 8192; and one for each slot")
     batching: Batching = nested(Batching)
     ordering: Ordering = nested(Ordering)
     max_stall_ms: float = redeclared(

@@ -153,7 +153,7 @@ def test_disciplines_that_compute_tokens_again_are_refused(settings, message, lo
     ({"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
      "pipeline_parallel_size 2: drafts in a model with a recurrent state are not divided"),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size 2: .* is not divided among ranks"),
-    ({"speculative_config": {"model": "..."}}, "speculative_config: a draft model is not supported beside")])
+    ({"speculative_config": {"model": "..."}}, "speculative_config: a draft model is not supported with")])
 def test_settings_that_states_do_not_allow_are_refused(settings, message, folder):
     if "model" in settings.get("speculative_config", {}):
         settings = {"speculative_config": {"model": str(folder)}}

@@ -313,6 +313,8 @@ def test_a_disk_that_does_not_answer_delays_one_request_by_a_bounded_time(make, 
     answers, read = threading.Event(), side.store._read
     monkeypatch.setattr(side.store, "_read", lambda *which: answers.wait() and read(*which))
     monkeypatch.setattr(side.disk, "_seconds_to_compute", lambda first, end: 0.05)
+    begin = side.disk.begin
+    monkeypatch.setattr(side.disk, "begin", lambda transfers: time.sleep(0.02) or begin(transfers))  # a busy machine
     try:
         assert side.run("a", PROMPT) == 0
         assert side.run("b", [*PROMPT[:40], 1]) == 40  # of what was computed meanwhile

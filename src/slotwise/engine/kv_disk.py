@@ -468,9 +468,8 @@ class _Published(NamedTuple):
 class _Reading:
     """A request whose blocks are read; computing them instead is predicted to take `seconds`."""
 
-    def __init__(self, request_id: int, keys: Sequence[bytes], seconds: float, timeout: float) -> None:
+    def __init__(self, request_id: int, keys: Sequence[bytes], seconds: float) -> None:
         self.request_id = request_id
-        self.timeout = timeout  # seconds after which the request computes them
         self.keys = keys  # of its first blocks, including those that are in memory already
         self.seconds = seconds
         self.num_bytes = 0
@@ -479,6 +478,7 @@ class _Reading:
         self.is_cancelled = False
         self.is_over = False  # nothing more will be read
         self.began = 0.0  # seconds, monotonic
+        self.until = 0.0  # when the request gives up and computes them, in the same seconds
         self.lock = threading.Lock()  # guards `is_cancelled`, and so what is written into its blocks
 
 
@@ -571,7 +571,7 @@ class DiskLink(KVLink):
         if seconds <= to_read:
             return
         timeout = min(MOST_WAIT, max(LEAST_WAIT, UNKNOWN_WAIT * to_read if isinf(seconds) else seconds))
-        self._waiting[request.request_id] = _Reading(request.request_id, keys, seconds, timeout)
+        self._waiting[request.request_id] = _Reading(request.request_id, keys, seconds)
         self._found.append(PrefixOnDisk(request.request_id, len(keys), timeout))
 
     def _seconds_to_compute(self, first: int, end: int) -> float:
@@ -639,7 +639,7 @@ class DiskLink(KVLink):
                 reading = self._cancel(request_id)
                 now = time.monotonic()
                 if not reading.is_over and request_id in self._scheduler.unfinished and (
-                        now - reading.began >= reading.timeout):  # it took too long: not merely preempted
+                        now >= reading.until):  # it took too long: not merely preempted
                     self._measured = now
                     self._seconds_per_byte = dict.fromkeys(ASSUMED, (now - reading.began) / reading.num_bytes)
         if self._waiting:
@@ -713,7 +713,7 @@ class DiskLink(KVLink):
             reading.blocks = request.blocks[: len(reading.keys)]
             reading.num_bytes = (len(reading.keys) - reading.num_arrived) * self._blocks.block_bytes
             self._num_queued += reading.num_bytes
-            reading.began = time.monotonic()
+            reading.began, reading.until = time.monotonic(), request.kv_until
             self._reading[request.request_id] = reading
             self._to_read.put(reading)
 

@@ -25,11 +25,9 @@ from benchmarks.decode.steps import BEGINNING, decoding_engine, mean
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.compose.launch import hold_off, settle
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
-from slotwise.compute.kernels.cpu.launcher import HEADER, WORDS, KernelGraph
+from slotwise.compute.kernels.cpu.launcher import HEADER, WORDS, KernelGraph, run_recorded
 from slotwise.compute.kernels.cpu.products.linear import DEPTH, OUTPUTS
-from slotwise.compute.kernels.cpu.simd import INT64, call_kernel, stamp
-from slotwise.compute.kernels.cpu.simd import load as load_word
-from slotwise.compute.kernels.cpu.threads import run_shared
+from slotwise.compute.kernels.cpu.simd import stamp
 from slotwise.core.record import StepRecord
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -49,11 +47,7 @@ def _stamped(pool: int, codes: int, block: int, count: int, stamps: int) -> None
     """The launcher's program, which notes the time before the first kernel and after each."""
     stamp(stamps)
     for index in range(count):
-        code, is_alone = load_word(codes, 2 * index, INT64), load_word(codes, 2 * index + 1, INT64)
-        if is_alone != 0:
-            call_kernel(code, block)
-        else:
-            run_shared(pool, code, block)
+        run_recorded(pool, codes, block, index)
         block += 8 * WORDS
         stamp(stamps + STAMP_BYTES * (index + 1))
 
@@ -90,7 +84,6 @@ class Stopwatch:
     def _by_kernel(self, graph: Any) -> torch.Tensor:
         kernels, _ = graph._held
         stamps = np.zeros((len(kernels) + 1, 2), np.int64)
-        graph._headers.fill(0)
         graph._launcher.pool.run_program(
             STAMPED, graph._codes_address, graph._address, len(kernels), stamps.ctypes.data)
         took = np.diff(stamps @ np.array([10**9, 1]))

@@ -40,6 +40,10 @@ def test_a_position_has_the_same_bits_in_any_chunk_and_company(kind):
         company = [(1, tuple(part[first:end] for part in other))]
         results.append(cut.step([*company, (0, tuple(part[first:end] for part in tokens))])[1])
     assert torch.equal(torch.cat(results), expected)
+    alone = Layer(CPU, shape, kind, 16)  # its heads are divided among the threads
+    alone.step([(0, tuple(part[:40] for part in tokens))])
+    (found,) = alone.step([(0, tuple(part[40:41] for part in tokens))])
+    assert torch.equal(found, expected[40:41])
 
 
 def test_the_reference_is_plain_attention_over_keys_and_values_of_every_head():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,28 @@ def test_a_row_by_hand():
     assert batch.slot_mapping.tolist() == [83, 84, 85, NULL * BLOCK + 2, NULL * BLOCK + 3]
     assert batch.query_starts.tolist() == [0, 3, 5] and batch.context_lens.tolist() == [6, 8]
     assert batch.sample_at.tolist() == [2]
+
+
+def test_each_group_has_blocks_of_its_own():
+    table = SlotTable(num_slots=8, max_tokens=32, block_size=BLOCK, null_block=NULL, group_of_layer=(0, 1, 1, 2))
+    step = plan([(2, 0, 6, True), (5, 0, 3, True)], padding=(0, 1))
+    table.apply(step._replace(new_blocks=tuple(
+        NewBlocks(slot, group, tuple(range(100 * group + 10 * slot, 100 * group + 10 * slot + 8)))
+        for slot in (2, 5) for group in range(3))))
+    batch = table.gather(step).batch
+    columns = [(batch.slot_mapping, batch.block_tables), *batch.groups]
+    for group, (places, tables) in enumerate(columns):
+        rows = [[100 * group + 20, 100 * group + 21], [100 * group + 50, 100 * group + 51], [NULL, 0]]
+        written = [rows[0][at // BLOCK] * BLOCK + at % BLOCK for at in range(6)]
+        assert places.tolist() == [*written, *(rows[1][0] * BLOCK + at for at in range(3)), NULL * BLOCK + 3]
+        assert tables.tolist() == rows
+        assert places.is_contiguous() and tables.is_contiguous(), "kernels read them one number after the other"
+    longs, tables = np.zeros((5, 2), np.int64), np.zeros((3, 2, 8), np.int32)
+    decode = step._replace(padding=(), starts=(6, 3), counts=(1, 1), num_logits=(1, 1))
+    table.write_decode(decode, longs, np.zeros(2, np.int32), tables)
+    firsts = [(100 * group + 20, 100 * group + 50) for group in range(3)]
+    assert longs[2:].tolist() == [[(one + 1) * BLOCK + 2, other * BLOCK + 3] for one, other in firsts]
+    assert tables[:, :, 0].tolist() == [list(each) for each in firsts]
 
 
 def drafted(table: SlotTable, step: StepPlan, drafts: tuple[tuple[int, ...], ...]) -> GatheredBatch:

@@ -153,8 +153,8 @@ class SlotTable(SlotListener):
         width = -(-int((starts + counts).max()) // self.block_size)
         rows = _BatchColumns(
             slot_of * self._stride + positions, positions,
-            [table[slot_of, blocks] * self._block_size + offsets for table in self._tables], counts, starts + counts,
-            [table[slots, :width] for table in self._tables])
+            self._tables[:, slot_of, blocks] * self._block_size + offsets, counts, starts + counts,
+            self._tables[:, slots, :width])
         wanted = np.array(plan.num_logits, np.int64)
         behind = np.repeat(np.cumsum(wanted), wanted) - 1 - np.arange(int(wanted.sum()))  # of its row, still to come
         sample_at = np.repeat(np.cumsum(counts), wanted) - 1 - behind
@@ -182,29 +182,28 @@ class SlotTable(SlotListener):
         rows, number = self._decode_columns(plan), len(plan.slots)
         longs[0, :number] = self._known[rows.sources]
         longs[1, :number] = rows.positions
+        longs[2:, :number] = rows.places
         contexts[:number] = rows.contexts
-        for group, (places, table) in enumerate(zip(rows.places, rows.tables, strict=True)):
-            longs[2 + group, :number] = places
-            tables[group, :number, : table.shape[1]] = table
+        tables[:, :number, : rows.tables.shape[2]] = rows.tables
         return torch.from_numpy(rows.sources + 1)
 
     def _decode_columns(self, plan: StepPlan) -> _BatchColumns:
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
         blocks, width = starts // self._block_size, max(plan.starts) // self.block_size + 1
         offsets = starts - blocks * self._block_size
-        places = [table[slots, blocks] * self._block_size + offsets for table in self._tables]
         return _BatchColumns(
-            slots * self._stride + starts, starts, places, self._every[1 : len(slots) + 1], starts + 1,
-            [table[slots, :width] for table in self._tables])
+            slots * self._stride + starts, starts, self._tables[:, slots, blocks] * self._block_size + offsets,
+            self._every[1 : len(slots) + 1], starts + 1, self._tables[:, slots, :width])
 
     def _sent(
         self, rows: _BatchColumns, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray,
     ) -> GatheredBatch:
         """Args: queries: tokens of the longest row, and where each row starts."""
         longest, firsts = queries
+        all_places, all_tables = np.ascontiguousarray(rows.places), np.ascontiguousarray(rows.tables)
         sources, positions, sampled, places, *columns = self._send(
-            (rows.sources, rows.positions, sample_at, targets, *rows.places),
-            (firsts, rows.contexts.astype(np.int32), *rows.tables))
+            (rows.sources, rows.positions, sample_at, targets, *all_places),
+            (firsts, rows.contexts.astype(np.int32), *all_tables))
         slot_mapping, *others = columns[: self.num_groups]
         query_starts, context_lens, tables, *other_tables = columns[self.num_groups :]
         return GatheredBatch(RaggedBatch(
@@ -218,36 +217,28 @@ class SlotTable(SlotListener):
         starts, counts = starts[counts > 0], counts[counts > 0]
         _, positions = _laid_out(starts, starts, counts)
         width = -(-int((starts + counts).max()) // self.block_size)
+        places = self.null_block * self._block_size + positions % self.block_size
         return _BatchColumns(
-            np.full(len(positions), self._nothing), positions,
-            [self.null_block * self._block_size + positions % self.block_size] * self.num_groups, counts,
-            starts + counts, [np.full((len(counts), width), self.null_block, np.int32)] * self.num_groups)
+            np.full(len(positions), self._nothing), positions, np.tile(places, (self.num_groups, 1)), counts,
+            starts + counts, np.full((self.num_groups, len(counts), width), self.null_block, np.int32))
 
 
 class _BatchColumns(NamedTuple):
-    """Columns of a ragged batch: three of `[tokens]`, then three of `[rows]`; places and tables of each cache group."""
+    """Columns of a ragged batch: three with an entry for each token, then three with one for each row."""
 
     sources: np.ndarray  # indices in the token table
     positions: np.ndarray
-    places: list[np.ndarray]
+    places: np.ndarray  # [groups, tokens], in the cache
     counts: np.ndarray
     contexts: np.ndarray
-    tables: list[np.ndarray]  # [rows, width]
+    tables: np.ndarray  # [groups, rows, width]
 
     def followed_by(self, other: _BatchColumns) -> _BatchColumns:
-        width = max(self.tables[0].shape[1], other.tables[0].shape[1])
-
-        def joined(pair: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-            return np.concatenate(pair)
-
-        def widened(table: np.ndarray) -> np.ndarray:
-            return np.pad(table, ((0, 0), (0, width - table.shape[1])))
-
-        return _BatchColumns(
-            joined((self.sources, other.sources)), joined((self.positions, other.positions)),
-            [joined(pair) for pair in zip(self.places, other.places, strict=True)],
-            joined((self.counts, other.counts)), joined((self.contexts, other.contexts)),
-            [joined((widened(one), widened(two))) for one, two in zip(self.tables, other.tables, strict=True)])
+        width = max(self.tables.shape[2], other.tables.shape[2])
+        tables = [np.pad(each, ((0, 0), (0, 0), (0, width - each.shape[2]))) for each in (self.tables, other.tables)]
+        sources, positions, places, counts, contexts = (
+            np.concatenate(pair, axis=-1) for pair in zip(self[:-1], other[:-1], strict=True))
+        return _BatchColumns(sources, positions, places, counts, contexts, np.concatenate(tables, axis=1))
 
 
 def _laid_out(slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.reference import FAILED
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.sampler import SampledTokens
@@ -88,11 +89,13 @@ class TestGreedy:
     @pytest.mark.parametrize("vocab", [1, 7, 512, 513, 5000])
     def test_takes_the_first_of_the_largest(self, dtype, vocab):
         logits = torch.randint(-8, 8, (17, vocab), generator=torch.Generator().manual_seed(vocab)).to(dtype) / 4
-        sampler = Sampler(17, vocab)
+        sampler = Sampler(17, vocab, KernelLauncher(3))
         for slot in range(17):
             sampler.join(join(slot, SamplingSpec(temperature=0)))
         expected = [row.index(max(row)) for row in logits.tolist()]
         assert sampler.sample(logits, range(17), [3] * 17) == SampledTokens(expected, [], ())
+        alone = [sampler.sample(logits[row : row + 1], [row], [3]).tokens for row in range(17)]  # in parts
+        assert alone == [[token] for token in expected]
 
     def test_zeros_of_either_sign_tie(self):
         logits = torch.tensor([-1.0, -0.0, 0.0])
@@ -254,7 +257,7 @@ class TestRowsThatFail:
     @pytest.mark.parametrize("params", [SamplingSpec(temperature=0), SamplingSpec(logprobs=2), SamplingSpec()])
     def test_are_named_and_leave_the_others_alone(self, dtype, params):
         logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(1)).to(dtype)
-        sampler = Sampler(6, 600)
+        sampler = Sampler(6, 600, KernelLauncher(3))
         for slot in range(6):
             sampler.join(join(slot, params, seed=slot))
         sound = sampler.sample(logits, range(6), [3] * 6)
@@ -266,6 +269,8 @@ class TestRowsThatFail:
         assert sampled.failed == (1, 2, 4, 5)
         assert [sampled.tokens[row] for row in sampled.failed] == [FAILED] * 4
         assert [sampled.tokens[row] for row in (0, 3)] == [sound.tokens[row] for row in (0, 3)]
+        alone = [sampler.sample(logits[row : row + 1], [row], [3]).failed for row in range(6)]
+        assert alone == [(), (0,), (0,), (), (0,), (0,)]
         if params.logprobs is not None:
             assert sampled.logprobs[1] is None and sampled.logprobs[3] == sound.logprobs[3]
 

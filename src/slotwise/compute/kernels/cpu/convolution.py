@@ -26,6 +26,7 @@ from slotwise.compute.kernels.cpu.simd import (
     fetch_add,
     fill,
     load,
+    prefetch_soon,
     sigmoid,
     store,
 )
@@ -131,6 +132,10 @@ def _convolve_row(words: int, row: int, first: int, count: int, room: int, kind:
     starts, at = load(words, QUERY_STARTS, INT64), load(words, INPUTS_AT, INT64) + first * 4
     position = first_position(words, row)
     inputs = state_of(words, row, position - 1) + at if position > 0 else 0
+    for tap in range(taps):  # lines of several arrays, of which each is too short for the processor to foresee
+        prefetch_soon(load(words, TAP_WEIGHTS, INT64) + (tap * channels + first) * 4, count * 4)
+        if tap > 0 and inputs != 0:
+            prefetch_soon(inputs + (tap - 1) * channels * 4, count * 4)
     start, on_trial = load(starts, row, INT32), is_on_trial(words, row)
     stride = TILE * 4 if on_trial else channels * 4
     for token in range(start, load(starts, row + 1, INT32)):

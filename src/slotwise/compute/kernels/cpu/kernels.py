@@ -458,15 +458,17 @@ class CpuKernels:
         key_up, value_up = products
         absorbed = latent.multiply(launcher, query, key_up, shape.rope_dim, has_pairs=has_pairs)
         found = launcher.empty((tokens, shape.num_heads * shape.rank), kind)
-        workspace = latent.workspace(shape, rows, tokens, batch.max_context_len)
+        parts = latent.parts_of_heads(shape, rows, tokens, batch.max_context_len, launcher.threads)
+        workspace = latent.workspace(shape, rows, tokens, batch.max_context_len, parts)
         base = launcher.scratch(workspace.floats(launcher.threads))
         attend, of_values, of_scores = latent.kernels(kind, has_pairs=has_pairs)
+        group, (_, _, *sizes, block_bytes) = shape.num_heads // parts, cache.geometry
         launcher.give(
             of_values.address, absorbed.data_ptr(), found.data_ptr(), cache.address, tables.data_ptr(),
             tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows, base,
             base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
-            *cache.geometry, 0, _bits(shape.scale * LOG2_E), launcher.threads,
-            attention.tile_tokens(shape.num_heads, latent.TILE_ROWS), *[0] * len(attention.OPTIONS),
+            group, parts, *sizes, block_bytes // parts, 0, _bits(shape.scale * LOG2_E), launcher.threads,
+            attention.tile_tokens(group, latent.TILE_ROWS, parts), *[0] * len(attention.OPTIONS),
             of_scores.address, latent_columns(shape), shape.rope_dim)
         launcher.alone(attention.PLAN)
         launcher.together(attend)

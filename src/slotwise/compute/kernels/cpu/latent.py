@@ -2,11 +2,12 @@
 
     query ─► q_nope @ key_up, per head ─► attend over latents ─► @ value_up, per head
 
-Tiles, segments and their merging are those of `attention.py`, with all heads as queries of one key-value head.  What
-differs is the product that makes scores.  A row of the cache is a token's key, and its beginning a token's value.
-Values are multiplied as they lie, but scores would need the rows as columns.  So scores are made transposed, with rows
-of the cache as A, copied to strips, and queries as B; the scores of a strip, far fewer numbers, are transposed
-afterwards.
+Tiles, segments and their merging are those of `attention.py`, with all heads as queries of one key-value head; or,
+where a step has fewer rows than there are threads, with a part of the heads as queries of each of several key-value
+heads, which share a cache.  What differs is the product that makes scores.  A row of the cache is a token's key, and
+its beginning a token's value.  Values are multiplied as they lie, but scores would need the rows as columns.  So scores
+are made transposed, with rows of the cache as A, copied to strips, and queries as B; the scores of a strip, far fewer
+numbers, are transposed afterwards.
 
     scores.T [places, queries]  =  rows [places, width] @ queries [width, queries]
     sums [queries, rank]       +=  weights [queries, places] @ rows [places, first rank columns]
@@ -29,6 +30,7 @@ from slotwise.compute.kernels.cpu.attention import (
     DIM_PADDED,
     FIRST,
     GROUP,
+    KV_HEADS,
     LAST,
     OPTIONS,
     PER_TILE,
@@ -195,9 +197,12 @@ def load_strips(source: int, count: int, target: int, strip_bytes: int, kind: Re
 
 @kernel
 def _product_item(
-    words: int, head: int, first: int, column: int, scratch: int, kind: Real, stored: Real,
+    words: int, head: int, first: int, column: int, scratch: int, is_held: bool, kind: Real, stored: Real,
 ) -> None:
-    """A panel of a head's outputs for up to `PRODUCT_ROWS` tokens from `first` on."""
+    """A panel of a head's outputs for up to `PRODUCT_ROWS` tokens from `first` on.
+
+    `is_held`: the scratch has these tokens' inputs of this head already.
+    """
     rows, heads = min(PRODUCT_ROWS, load(words, P_TOKENS, INT64) - first), load(words, P_HEADS, INT64)
     depth, outputs, turned = load(words, DEPTH, INT64), load(words, OUTPUTS, INT64), load(words, TURNED, INT64)
     size, wide = bytes_of(kind), (outputs + LANES - 1) // LANES * LANES
@@ -206,7 +211,7 @@ def _product_item(
     source = load(words, X, INT64) + (first * heads + head) * (depth + turned) * size
     target = load(words, OUT, INT64) + (first * heads + head) * (outputs + turned) * size
     row, out_row = heads * (depth + turned) * size, heads * (outputs + turned) * size
-    for token in range(rows):
+    for token in range(0 if is_held else rows):
         x, out = source + token * row, target + token * out_row
         load_strips(x, depth, scratch + token * STRIP_ROW_BYTES, strip_bytes, kind, stored)
         if column == 0:
@@ -230,10 +235,12 @@ def _product(words: int, kind: Real, stored: Real) -> None:
     thread = fetch_add(words + THREAD_COUNTER, 1)
     scratch = load(words, P_SCRATCH, INT64) + thread * load(words, P_SCRATCH_BYTES, INT64)
     items, threads = heads * panels * tiles, load(words, P_THREADS, INT64)
-    item = pop(words, thread, threads, items)
+    held, item = -1, pop(words, thread, threads, items)
     while item != NOTHING:
-        tile, panel = item % tiles, item // tiles
-        _product_item(words, panel // panels, tile * PRODUCT_ROWS, panel % panels * STRIP, scratch, kind, stored)
+        inputs, panel = item // panels, item % panels
+        _product_item(words, inputs // tiles, inputs % tiles * PRODUCT_ROWS, panel * STRIP, scratch, inputs == held,
+                      kind, stored)
+        held = inputs
         item = pop(words, thread, threads, items)
 
 
@@ -267,16 +274,30 @@ MULTIPLY_SCORES, WIDTH, ROTARY_DIM = range(OPTIONS.stop, OPTIONS.stop + 3)
 
 
 @functools.lru_cache(maxsize=256)
-def workspace(shape: LatentShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
+def parts_of_heads(shape: LatentShape, rows: int, tokens: int, max_context_len: int, threads: int) -> int:
+    """Parts of the heads that are computed by themselves: one for each thread, where there would be fewer tiles.
+
+    Each part reads all latents, so long contexts are divided into segments only.
+    """
+    is_short = rows == tokens < threads and max_context_len <= attention.SEGMENT
+    return threads if is_short and not shape.num_heads % threads and not LANES % threads else 1
+
+
+@functools.lru_cache(maxsize=256)
+def workspace(shape: LatentShape, rows: int, tokens: int, max_context_len: int, parts: int) -> Workspace:
     """The largest workspace that a step of this size may need: that of `attention.py`, and more for each thread.
 
     A thread has queries as columns, strips of the cache, scores transposed, scores, then sums twice.
+
+    Args:
+        parts: of the heads.
     """
-    per_tile = attention.tile_tokens(shape.num_heads, TILE_ROWS)
-    width, values, queries = latent_columns(shape), padded(shape.rank), per_tile * shape.num_heads
+    group = shape.num_heads // parts
+    per_tile = attention.tile_tokens(group, TILE_ROWS, parts)
+    width, values, queries = latent_columns(shape), padded(shape.rank), per_tile * group
     columns, strips = padded(queries), -(-width // STRIP)
     floats = width * columns + strips * STRIP * STRIP + STRIP * columns + queries * STRIP + 2 * queries * (values + 2)
-    plain = attention.plan_workspace(shape.num_heads, 1, values, per_tile, rows, tokens, max_context_len)
+    plain = attention.plan_workspace(group, parts, values, per_tile, rows, tokens, max_context_len)
     return plain._replace(thread_bytes=4 * floats)
 
 
@@ -301,11 +322,12 @@ def _turn(
 
 
 @kernel
-def _load_queries(words: int, tile: int, queries: int, columns: int, kind: Real, stored: Real) -> None:
-    """The tile's queries as columns, `[width, columns]`: float32, or pairs of bfloat16."""
+def _load_queries(words: int, tile: int, part: int, queries: int, columns: int, kind: Real, stored: Real) -> None:
+    """The tile's queries of a part of the heads as columns, `[width, columns]`: float32, or pairs of bfloat16."""
     group, rank, turned = load(words, GROUP, INT64), load(words, DIM, INT64), load(words, ROTARY_DIM, INT64)
     rows, row_bytes = load(tile, TOKENS, INT32) * group, (rank + turned) * bytes_of(kind)
-    source = load(words, QUERY, INT64) + load(tile, TOKEN, INT32) * group * row_bytes
+    first = load(tile, TOKEN, INT32) * load(words, KV_HEADS, INT64) + part
+    source = load(words, QUERY, INT64) + first * group * row_bytes
     _turn(source, rows, row_bytes, rank, queries, columns, kind, stored)
     behind = queries + load(words, DIM_PADDED, INT64) * columns * bytes_of_factor(stored)
     _turn(source + rank * bytes_of(kind), rows, row_bytes, turned, behind, columns, kind, stored)
@@ -337,8 +359,8 @@ def _score(
 
 @kernel
 def _walk(
-    words: int, tile: int, place: int, last: int, queries: int, columns: int, strips: int, scores: int, sums: int,
-    kind: Real, stored: Real,
+    words: int, tile: int, part: int, place: int, last: int, queries: int, columns: int, strips: int, scores: int,
+    sums: int, kind: Real, stored: Real,
 ) -> None:
     """Add the weighted values of places `place ... last` of a tile, block by block."""
     block, row_bytes = load(words, BLOCK, INT64), load(words, WIDTH, INT64) * bytes_of(kind)
@@ -359,7 +381,7 @@ def _walk(
             rows = block_at(words, tile, 0, entry)
             following = rows
         ahead = following - here if place + high - low < last else 0
-        weigh(words, tile, 0, scores, sums, state, low, high, place - low, 0, 0, stored)
+        weigh(words, tile, part, scores, sums, state, low, high, place - low, 0, 0, stored)
         # Pairs begin at even places for all queries, or sums would depend on where the tile begins.
         back = low % (bytes_of(FLOAT32) // bytes_of_factor(stored))
         add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, here - back * row_bytes,
@@ -369,7 +391,8 @@ def _walk(
 
 @kernel
 def _walk_segments(
-    words: int, tile: int, queries: int, columns: int, strips: int, scores: int, sums: int, kind: Real, stored: Real,
+    words: int, tile: int, part: int, queries: int, columns: int, strips: int, scores: int, sums: int, kind: Real,
+    stored: Real,
 ) -> None:
     """Sums, maxima and totals of all places of a tile; those of each segment but the first lie behind them first."""
     width, rows = load(words, DIM_PADDED, INT64), load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
@@ -378,8 +401,8 @@ def _walk_segments(
     into = sums
     while place < last:
         end = min(last, (place // SEGMENT + 1) * SEGMENT)
-        start_softmax(words, tile, 0, place, into)
-        _walk(words, tile, place, end, queries, columns, strips, scores, into, kind, stored)
+        start_softmax(words, tile, part, place, into)
+        _walk(words, tile, part, place, end, queries, columns, strips, scores, into, kind, stored)
         if into != sums:
             merge(rows, width, sums, others)
         into = others
@@ -390,26 +413,27 @@ def _walk_segments(
 def _attend_latents(words: int, kind: Real, stored: Real) -> None:
     width, values, group = load(words, WIDTH, INT64), load(words, DIM_PADDED, INT64), load(words, GROUP, INT64)
     threads, most = load(words, THREADS, INT64), load(words, PER_TILE, INT64) * group
+    parts = load(words, KV_HEADS, INT64)
     wide = (most + LANES - 1) // LANES * LANES
     thread = fetch_add(words + THREAD_COUNTER, 1)
     queries = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     strips = queries + width * wide * 4
     scores = strips + ((width + STRIP - 1) // STRIP * STRIP + wide) * STRIP_ROW_BYTES
     sums = scores + most * STRIP_ROW_BYTES
-    items = load(load(words, TILES, INT64), 0, INT64)
+    items = load(load(words, TILES, INT64), 0, INT64) * parts
     item = pop(words, thread, threads, items)
     while item != NOTHING:
-        tile = tile_of(words, item, 1)
+        tile, part = tile_of(words, item, parts), item % parts
         rows = load(tile, TOKENS, INT32) * group
         columns = (rows + LANES - 1) // LANES * LANES
         totals = sums + rows * (values + 1) * 4
-        _load_queries(words, tile, queries, columns, kind, stored)
-        _walk_segments(words, tile, queries, columns, strips, scores, sums, kind, stored)
+        _load_queries(words, tile, part, queries, columns, kind, stored)
+        _walk_segments(words, tile, part, queries, columns, strips, scores, sums, kind, stored)
         if load(tile, SEGMENTS, INT32) == 1:
-            store_outputs(words, tile, 0, sums, totals, kind)
-        elif leave_part(words, tile, 0, sums):
-            join_parts(words, tile, 0, sums)
-            store_outputs(words, tile, 0, sums, totals, kind)
+            store_outputs(words, tile, part, sums, totals, kind)
+        elif leave_part(words, tile, part, sums):
+            join_parts(words, tile, part, sums)
+            store_outputs(words, tile, part, sums, totals, kind)
         item = pop(words, thread, threads, items)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel
 from slotwise.compute.kernels.cpu.memory import HugePages, Panels, aligned
-from slotwise.compute.kernels.cpu.simd import INT64, call_kernel, load
+from slotwise.compute.kernels.cpu.simd import INT64, ZERO, call_kernel, fill, load, prefetch_all
 from slotwise.compute.kernels.cpu.threads import run_shared, thread_pool, torch_threads
 
 # The header's int64 words: work is counted in word 0 and threads in word 8, each on a cache line; word 1 is the pool's.
@@ -142,11 +142,10 @@ class KernelGraph:
         self._blocks = self._blocks.reshape(len(kernels), WORDS)
         for block, (_, _, words) in zip(self._blocks, kernels, strict=True):
             block[HEADER : HEADER + len(words) // 8] = np.frombuffer(words, np.int64)
-        self._headers, self._codes_address = self._blocks[:, :HEADER], self._codes.ctypes.data
+        self._codes_address = self._codes.ctypes.data
 
     def run(self) -> Tensor:
         """Run it again; returns its result."""
-        self._headers.fill(0)
         first = 0
         for end, call in self._calls:
             self._run(first, end)
@@ -233,19 +232,24 @@ class Arena:
 
 
 @kernel
-def _run(pool: int, codes: int, block: int, count: int) -> None:
-    """Run the kernels in order, each on the calling thread or shared with the pool."""
-    for index in range(count):
-        code, is_alone = load(codes, 2 * index, INT64), load(codes, 2 * index + 1, INT64)
-        if is_alone != 0:
-            call_kernel(code, block)
-        else:
-            run_shared(pool, code, block)
-        block += 8 * WORDS
+def run_recorded(pool: int, codes: int, block: int, index: int) -> None:
+    """Run one of recorded kernels, whose words lie at `block`, on the calling thread or shared with the pool.
+
+    The words of the next one are prefetched: since the last step, weights have displaced them from the caches.
+    """
+    code, is_alone = load(codes, 2 * index, INT64), load(codes, 2 * index + 1, INT64)
+    fill(block, 2 * HEADER, ZERO)
+    prefetch_all(block + 8 * WORDS, 8 * WORDS)
+    if is_alone != 0:
+        call_kernel(code, block)
+    else:
+        run_shared(pool, code, block)
 
 
 def _program(pool: int, codes: int, block: int, count: int) -> None:
-    _run(pool, codes, block, count)
+    for index in range(count):
+        run_recorded(pool, codes, block, index)
+        block += 8 * WORDS
 
 
 PROGRAM = CompiledKernel(_program)

@@ -45,13 +45,18 @@ from slotwise.compute.kernels.cpu.simd import (
     store,
     uint64,
 )
+from slotwise.compute.kernels.cpu.threads import NOTHING, pop
 from slotwise.compute.kernels.reference import FAILED
 
 # Arguments in words after the header: addresses, except for VOCAB, NUM_ROWS and NUM_TOP, which are numbers.  The first
 # are common to all kernels; rows and tokens are int64.
 LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS = range(HEADER, HEADER + 5)
-# Of the largest logits: `[rows, words]` int32, bit i of word i // 32 allows token i.
+# Of the largest logits with masks: `[rows, words]` int32, bit i of word i // 32 allows token i.
 MASKS = HEADER + 5
+# Of the largest logits without: the parts of each row, and memory for two int64 of each part; the counter of the parts
+# that are done, in bytes behind the start of the words.
+PARTS, FOUND = HEADER + 5, HEADER + 6
+DONE = THREAD_COUNTER + 8
 # Of draws and log-probabilities, in the place of the masks: scratch memory.
 SCRATCH = HEADER + 5
 # Of widening, in the place of the tokens: `[rows, vocab]` float32.
@@ -70,20 +75,33 @@ SCRATCH_BYTES = 16
 _ARGMAX_BLOCK = 512
 _WORD_BITS = 32
 _MINUS_INFINITY = float32(-np.inf)
-# The bits of this float.
-_INFINITY = 0x7F800000
+# The bits of this float, and an order above it.
+_INFINITY, _UNSOUND = 0x7F800000, 0x7FFFFFFF
 
 
 @kernel
 def _greedy(words: int, kind: Real) -> None:
-    """`tokens[i]` = the first of the largest logits of row `rows[i]`, or FAILED."""
-    bytes_of_row = load(words, VOCAB, INT64) * bytes_of(kind)
-    i = fetch_add(words, 1)
-    while i < load(words, NUM_ROWS, INT64):
-        row = load(load(words, ROWS, INT64), i, INT64)
-        token = argmax(load(words, LOGITS, INT64) + row * bytes_of_row, load(words, VOCAB, INT64), kind)
-        store(load(words, TOKENS, INT64), i, token, INT64)
-        i = fetch_add(words, 1)
+    """`tokens[i]` = the first of the largest logits of row `rows[i]`, or FAILED.
+
+    Each of PARTS of a row is an item.  The thread that is done last compares what was found in the parts.
+    """
+    rows, parts, vocab = load(words, NUM_ROWS, INT64), load(words, PARTS, INT64), load(words, VOCAB, INT64)
+    found, tokens = load(words, FOUND, INT64), load(words, TOKENS, INT64)
+    thread, items = fetch_add(words + THREAD_COUNTER, 1), rows * parts
+    item = pop(words, thread, parts, items)
+    while item != NOTHING:
+        row, part = load(load(words, ROWS, INT64), item // parts, INT64), item % parts
+        order, place = _largest(load(words, LOGITS, INT64) + row * vocab * bytes_of(kind), vocab * part // parts,
+                                vocab * (part + 1) // parts, kind)
+        store(found, 2 * item, order, INT64)
+        store(found, 2 * item + 1, place, INT64)
+        if fetch_add(words + DONE, 1) + 1 == items:
+            for i in range(rows):
+                best = i * parts
+                for other in range(best + 1, best + parts):
+                    best = other if load(found, 2 * other, INT64) > load(found, 2 * best, INT64) else best
+                store(tokens, i, load(found, 2 * best + 1, INT64), INT64)
+        item = pop(words, thread, parts, items)
 
 
 @kernel
@@ -117,26 +135,34 @@ def _mask(words: int) -> None:
 
 @kernel
 def argmax(logits: int, size: int, kind: Real) -> int:
-    """The first of the largest, or FAILED.
+    """The first of the largest, or FAILED."""
+    _, place = _largest(logits, 0, size, kind)
+    return place
 
-    Works on integers that order like the floats (sign and magnitude made two's complement): they vectorize, unlike
-    comparisons of floats that respect NaN.
+
+@kernel
+def _largest(logits: int, first: int, end: int, kind: Real) -> tuple[int, int]:
+    """The order of the largest of the logits `first ... end - 1`, and the first place that has it.
+
+    The place is FAILED where all are -inf, and where one is NaN or +inf: its order is then above all others.  Works on
+    integers that order like the floats (sign and magnitude made two's complement): they vectorize, unlike comparisons
+    of floats that respect NaN.
     """
     best, place = int32(-_INFINITY), int64(FAILED)
-    for start in range(0, size, _ARGMAX_BLOCK):
+    for start in range(first, end, _ARGMAX_BLOCK):
         top, widest = int32(-_INFINITY), int32(0)
-        for i in range(start, min(start + _ARGMAX_BLOCK, size)):
+        for i in range(start, min(start + _ARGMAX_BLOCK, end)):
             order = _order(load(logits, i, kind))
             top = max(top, order)
             widest = max(widest, int32(abs(order)))
         if widest > _INFINITY or top == _INFINITY:
-            return int64(FAILED)
+            return int64(_UNSOUND), int64(FAILED)
         if top > best:
             best, place = top, int64(start)
     if place != FAILED:
         while _order(load(logits, place, kind)) != best:
             place += 1
-    return place
+    return int64(best), place
 
 
 @kernel

@@ -43,11 +43,13 @@ from slotwise.compute.kernels.cpu.simd import (
     for_floats,
     larger,
     load,
+    prefetch_soon,
     sigmoid,
     smaller,
     sqrt,
     store,
 )
+from slotwise.compute.kernels.cpu.threads import NOTHING, pop
 from slotwise.compute.kernels.interface import (
     RaggedBatch,
     SelectiveInputs,
@@ -59,10 +61,12 @@ from slotwise.compute.kernels.interface import (
 
 # Channels that a thread takes.
 TILE = 256
+# Bytes between the line of a head's state that is advanced and what is prefetched: the next head's lies behind it.
+AHEAD = 4096
 
 # Arguments in words after those of all kernels with states.
-(CONVOLVED, MIXED, STEPS_AT, OUT, RATE, STEP_BIAS, SKIP, HEADS, HEAD_DIM, GROUPS, STATE_SIZE, LEAST, LARGEST) = range(
-    FIRST, FIRST + 13)
+(CONVOLVED, MIXED, STEPS_AT, OUT, RATE, STEP_BIAS, SKIP, HEADS, HEAD_DIM, GROUPS, STATE_SIZE, LEAST, LARGEST,
+ THREADS) = range(FIRST, FIRST + 14)
 # Of Mamba's rule: addresses of its inputs, and the numbers from token to token.
 (X, X_STRIDE, STEPS, STEPS_STRIDE, B, B_STRIDE, C, C_STRIDE, Z, Z_STRIDE, S_OUT, S_RATE, S_SKIP, CHANNELS, PER_GROUP,
  S_STATE_SIZE) = range(FIRST, FIRST + 16)
@@ -89,11 +93,17 @@ def _softplus(x: float) -> float:
 @kernel
 def _advance_head(
     state: int, b: int, c: int, x: int, out: int, size: int, width: int, decay: float, step: float, skip: float,
+    ahead: int,
 ) -> None:
-    """`state = decay * state + outer(step * x, b)`, and `out = state @ c + skip * x`; `state [width, size]`."""
+    """`state = decay * state + outer(step * x, b)`, and `out = state @ c + skip * x`; `state [width, size]`.
+
+    Prefetches memory `ahead` bytes behind each line of the state, unless that is 0.
+    """
     for i in range(width):
         value = load(x, i, FLOAT32)
         known, line, total = step * value, state + i * size * 4, ZERO
+        if ahead != 0:
+            prefetch_soon(line + ahead, size * 4)
         for n in range(size):
             number = decay * load(line, n, FLOAT32) + known * load(b, n, FLOAT32)
             store(line, n, number, FLOAT32)
@@ -102,8 +112,8 @@ def _advance_head(
 
 
 @kernel
-def _space_token(words: int, token: int, head: int, state: int, kind: Real) -> None:
-    """Advance a head's state by a token."""
+def _space_token(words: int, token: int, head: int, state: int, ahead: int, kind: Real) -> None:
+    """Advance a head's state by a token; `ahead` is that of `_advance_head`."""
     heads, width, groups = load(words, HEADS, INT64), load(words, HEAD_DIM, INT64), load(words, GROUPS, INT64)
     size, values = load(words, STATE_SIZE, INT64), heads * width
     channels = values + 2 * groups * size
@@ -115,32 +125,36 @@ def _space_token(words: int, token: int, head: int, state: int, kind: Real) -> N
     b = convolved + (values + head // (heads // groups) * size) * 4
     decay = exp2(load(load(words, RATE, INT64), head, FLOAT32) * step * LOG2_E)
     skip = load(load(words, SKIP, INT64), head, FLOAT32)
-    _advance_head(state, b, b + groups * size * 4, x, out, size, width, decay, step, skip)
+    _advance_head(state, b, b + groups * size * 4, x, out, size, width, decay, step, skip, ahead)
 
 
 @kernel
 def _space(words: int, kind: Real) -> None:
     """Every head of every row, over the row's tokens."""
     heads, block, starts = load(words, HEADS, INT64), load(words, BLOCK, INT64), load(words, QUERY_STARTS, INT64)
-    width = load(words, HEAD_DIM, INT64)
+    width, threads = load(words, HEAD_DIM, INT64), load(words, THREADS, INT64)
     floats = load(words, STATE_SIZE, INT64) * width
-    trial = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * floats * 4
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    trial = load(words, ROOM, INT64) + thread * floats * 4
     work = load(words, ROWS, INT64) * heads
-    item = fetch_add(words, 1)
-    while item < work:
+    last, item = NOTHING, pop(words, thread, threads, work)
+    while item != NOTHING:
         row, head = item // heads, item % heads
         at = head * floats * 4
         position = first_position(words, row)
         state = state_of(words, row, position - 1) + at if position > 0 else 0
+        if item != last + 1 or head == 0:  # its first lines are not prefetched yet
+            prefetch_soon(state, AHEAD)
+        last = item
         start, on_trial = load(starts, row, INT32), is_on_trial(words, row)
         for token in range(start, load(starts, row + 1, INT32)):
             if token == start or (position % block == 0 and not on_trial):
                 own = trial if on_trial else state_of(words, row, position) + at
                 carry(state, own, floats)
                 state = own
-            _space_token(words, token, head, state, kind)
+            _space_token(words, token, head, state, AHEAD if token == start else 0, kind)
             position += 1
-        item = fetch_add(words, 1)
+        item = pop(words, thread, threads, work)
 
 
 @kernel
@@ -258,7 +272,8 @@ def state_space(
     launcher.give(
         *of_states(launcher, cache, batch, floats), convolved.data_ptr(), mixed.data_ptr(),
         shape.values + shape.channels, results.data_ptr(), weights.rate.data_ptr(), weights.step_bias.data_ptr(),
-        weights.skip.data_ptr(), shape.num_heads, shape.head_dim, shape.num_groups, shape.state_size, *bits[:2])
+        weights.skip.data_ptr(), shape.num_heads, shape.head_dim, shape.num_groups, shape.state_size, *bits[:2],
+        launcher.threads)
     launcher.together(SPACE[kind])
     out = launcher.empty((tokens, shape.values), kind)
     launcher.give(

@@ -117,12 +117,13 @@ class Sampler(Sampling):
         """The most probable token of every row.  Args: masks: `[rows, words]`, of the tokens that are allowed."""
         logits = logits.contiguous()
         tokens = np.empty(len(rows), dtype=np.int64)
-        code = kernels.GREEDY if masks is None else kernels.MASKED_GREEDY
-        more = () if masks is None else (masks.ctypes.data,)
-        self._run(
-            code[logits.dtype],
-            logits.data_ptr(), logits.shape[1], rows.ctypes.data, len(rows), tokens.ctypes.data, *more,
-        )
+        given = logits.data_ptr(), logits.shape[1], rows.ctypes.data, len(rows), tokens.ctypes.data
+        if masks is None:
+            parts = self._launcher.threads if len(rows) < self._launcher.threads else 1
+            self._launcher.give(*given, parts, self._launcher.scratch(4 * len(rows) * parts))
+            self._launcher.together(kernels.GREEDY[logits.dtype])
+        else:
+            self._run(kernels.MASKED_GREEDY[logits.dtype], *given, masks.ctypes.data)
         return tokens
 
     def _edited(

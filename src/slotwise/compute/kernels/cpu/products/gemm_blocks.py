@@ -271,8 +271,7 @@ class _RegisterTile:
         of_rows = [behind(builder, facts, row * FACTS) for row in range(self._rows)]
         start = [start_of_unit(builder, layout, own) for own in of_rows for _ in range(VECTORS)]
         x = builder.add(panel.x, builder.mul(place, number(layout.unit)))
-        steps = Loop(builder, number(layout.unit // STEP), 1, start)
-        totals = steps.close(self._add_step(record, unit, passed, x, steps))
+        totals = self._of_steps(record, unit, passed, x, start)
         of_weights = factors_of_unit(builder, layout, record, unit)
         results = []
         for row, own in enumerate(of_rows):
@@ -280,18 +279,31 @@ class _RegisterTile:
             results += add_unit(builder, totals[both], so_far[both], own, of_weights)
         return results
 
-    def _add_step(self, record: ir.Value, unit: ir.Value, passed: ir.Value, x: ir.Value, steps: Loop
-                  ) -> list[ir.Value]:
-        """The sums of `steps` after the products of two quads; prefetches meanwhile.
+    def _of_steps(self, record: ir.Value, unit: ir.Value, passed: ir.Value, x: ir.Value, start: Sequence[ir.Value]
+                  ) -> Sequence[ir.Value]:
+        """The integers of a unit, from `start` on; prefetches meanwhile.
 
-        Loops and not copies: with all loads in sight LLVM would hoist them and run out of registers.
+        Of several rows a loop and not copies: with all loads in sight LLVM would hoist them and run out of registers.
         """
+        builder, layout, panel = self._builder, self._layout, self._panel
+        steps = layout.unit // STEP
+        if self._rows == 1:
+            asked = builder.add(panel.asked, builder.mul(passed, builder.mul(panel.step, number(steps))))
+            prefetch(builder, asked, layout.record_bytes * layout.unit // layout.record)
+            for index in range(steps):
+                start = self._add_step(record, unit, x, number(index), start)
+            return start
+        turns = Loop(builder, number(steps), 1, start)
+        prefetch_step(builder, layout, panel, builder.add(builder.mul(passed, number(steps)), turns.index))
+        return turns.close(self._add_step(record, unit, x, turns.index, turns.values))
+
+    def _add_step(self, record: ir.Value, unit: ir.Value, x: ir.Value, step: ir.Value, so_far: Sequence[ir.Value]
+                  ) -> list[ir.Value]:
+        """`so_far` plus the products of two quads of a unit."""
         builder, layout = self._builder, self._layout
-        of_unit = number(layout.unit // STEP)
-        prefetch_step(builder, layout, self._panel, builder.add(builder.mul(passed, of_unit), steps.index))
-        sums = list(steps.values)
-        quads = self._unpack.quads(record, builder.add(builder.mul(unit, of_unit), steps.index))
-        x = builder.add(x, builder.mul(steps.index, number(STEP)))
+        sums = list(so_far)
+        quads = self._unpack.quads(record, builder.add(builder.mul(unit, number(layout.unit // STEP)), step))
+        x = builder.add(x, builder.mul(step, number(STEP)))
         for quad, halves in enumerate(quads):
             for row in range(self._rows):
                 four = read(builder, behind(builder, x, row * layout.unit + quad * 4), WORD, 1)

@@ -87,6 +87,8 @@ from slotwise.compute.kernels.cpu.simd import (
     float32,
     float_of,
     load,
+    prefetch_all,
+    prefetch_soon,
     store,
 )
 from slotwise.compute.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
@@ -166,6 +168,7 @@ def _multiply(
     held = room + HELD
     facts = held + units * rows * layout.unit + row * FACTS
     bias += panel * COLUMNS * 4
+    prefetch_soon(bias, COLUMNS * 4)
     if is_tiled:
         tile_gemm(
             height, memory, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target,
@@ -190,6 +193,9 @@ def _product(words: int, kind: Real, layout: BlockLayout, path: Whole) -> None:
     memory = room + load(words, SCRATCH_BYTES, INT64) - gemm_block_tiles.SCRATCH_BYTES
     held = -1
     begin_tiles(memory, path)
+    first = upcoming(words, thread, threads, items)
+    if first != NOTHING:  # while rows are quantized
+        prefetch_all(block_at(words, first // panels).weights + first % panels * panel_bytes, AHEAD)
     item = pop(words, thread, threads, items)
     while item != NOTHING:
         number, panel = item // panels, item % panels

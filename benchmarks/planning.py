@@ -1,6 +1,6 @@
 """Times the scheduler in steady decode: `plan`, `commit` and the events of both.
 
-    python -m benchmarks.planning [--policy NAME ...] [--eviction-policy NAME ...] [--kv-disk] [--steps N]
+    python -m benchmarks.planning [--policy NAME ...] [--eviction-policy NAME ...] [--kv-disk] [--reverse] [--steps N]
 
 Prefix caching, reasons and events are on, blocks fill up in every step, the garbage collector is set as in a server.
 No model runs: it times the scheduler alone, on one core.  With `--kv-disk` it also times what the engine's thread does
@@ -8,7 +8,7 @@ for blocks on disk; the writer, which runs beside a step's kernels in a server, 
 
 The first row has first come, first served and `lru`, and blocks in memory only.  The rows take a step each, in random
 order, after a pause as long as a short step.  The time is the thread's own, so what else the machine does changes all
-rows alike.
+rows alike.  Where their objects lie in memory may not: `--reverse` makes the last row's first.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def main() -> None:
                         help="orders of eviction to time")
     parser.add_argument("--steps", type=int, default=400, help="steps to take the median of")
     parser.add_argument("--kv-disk", action="store_true", help="blocks are also written to disk")
+    parser.add_argument("--reverse", action="store_true", help="make what the rows time in reverse order")
     asked = parser.parse_args()
     arms = list(dict.fromkeys([Arm(), *starmap(Arm, product(
         asked.policy, asked.eviction_policy, (False, True) if asked.kv_disk else (False,)))]))
@@ -165,7 +166,9 @@ def main() -> None:
         table.add_column(name)
     for running, waiting, _ in CROWDS:
         table.add_column(f"{running:,} run, {waiting:,} wait", justify="right")
-    crowds = [microseconds(arms, running, waiting, asked.steps) for running, waiting, _ in bar(CROWDS, "crowds")]
+    way = -1 if asked.reverse else 1
+    crowds = [microseconds(arms[::way], running, waiting, asked.steps)[::way]
+              for running, waiting, _ in bar(CROWDS, "crowds")]
     for arm, took in zip(arms, zip(*crowds, strict=True), strict=True):
         table.add_row(arm.policy, arm.eviction, "yes" if arm.on_disk else "no", *(
             f"{one:,.0f} ({one / crowd[0] - 1:+.1%})" for one, crowd in zip(took, crowds, strict=True)))

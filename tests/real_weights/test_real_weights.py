@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from benchmarks.real_texts import documents
+from support.cache_misses import BLOCK, NUM_BLOCKS, OPTIONS, check_each_cause
 from support.drafted import play, slow_steps
 from support.live import serving
 from support.ragged import Driver
@@ -396,6 +397,14 @@ def edited(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # -- the prefix cache --------------------------------------------------------------------------------------------------
+
+BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2  # of the cache: layers, keys and values, heads, their size, bfloat16
+
+
+def test_each_cause_of_a_miss_with_its_seconds(file: Path, tmp_path: Path) -> None:
+    with serving(str(file), *OPTIONS, "--kv-cache-memory", str(NUM_BLOCKS * BLOCK * BYTES_PER_TOKEN),
+                 log=tmp_path / "log") as live:
+        check_each_cause(live, begin="")
 
 
 def test_a_date_in_a_system_prompt_is_named_with_the_seconds_that_it_costs(file: Path, tmp_path: Path) -> None:

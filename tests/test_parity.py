@@ -18,6 +18,7 @@ from support import checkpoints
 from support.records import cached_of
 
 from slotwise.compose.engine_builder import Loaded, load
+from slotwise.compute.model.layer_groups import layer_groups, least_block_size
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
@@ -135,8 +136,9 @@ def test_with_so_few_blocks_that_requests_are_preempted(family):
 
 
 def tokens_under_pressure(folder, prompts, overlap):
-    subject = engine(folder, block_size=4, max_model_len=100, max_num_batched_tokens=64, overlap=overlap,
-                     kv_cache_memory=blocks_of(folder, 4) * 26)
+    size = small_block(folder)
+    subject = engine(folder, block_size=size, max_model_len=100, max_num_batched_tokens=64, overlap=overlap,
+                     kv_cache_memory=blocks_of(folder, size) * 26)
     preempted = []
     step = subject.step
 
@@ -155,7 +157,7 @@ def tokens_under_pressure(folder, prompts, overlap):
 def test_in_chunks_of_seven_tokens_and_then_from_cached_prefixes(family):
     """Blocks that another request computed, some of them behind the window of a layer."""
     folder, prompts, expected, _ = family
-    subject = engine(folder, block_size=4, long_prefill_token_threshold=7)
+    subject = engine(folder, block_size=small_block(folder), long_prefill_token_threshold=7)
     arrivals = {index: [add(index, prompt)] for index, prompt in enumerate(prompts)}
     assert run(subject, arrivals) == dict(enumerate(expected))
     cached = []
@@ -193,6 +195,14 @@ def test_a_long_context_beside_short_ones(family):
     outputs = run(engine(folder, max_num_batched_tokens=128), {0: [add(0, prompts[0])], 2: [add(99, long)]})
     _, (continuation,) = checkpoints.clear(folder, [long], [outputs[99]], 1)
     assert outputs == {0: expected[0], 99: continuation}
+
+
+def small_block(folder: Path) -> int:
+    """Four tokens, or as many as a state takes, which depends on the width of the processor's vectors."""
+    decoder = loaded(folder)._decoder
+    return max(4, least_block_size(
+        layer_groups(decoder.layer_shapes, 100, decoder.config.kv_layers), decoder.layer_shapes,
+        lambda tokens, shape: decoder.kernels.cache_bytes_per_block(tokens, shape, decoder.config.dtype)))
 
 
 def blocks_of(folder: Path, block_size: int) -> int:

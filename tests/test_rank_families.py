@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support import lora_adapters as lora
 from support import quantized_checkpoints as quantized
@@ -24,10 +25,9 @@ from support.ragged import Driver
 from support.rank_threads import Paired, ranks_on_threads
 
 from slotwise.compose.engine_builder import build_engine
-from slotwise.compute.kernels.cpu.cache import padded
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.group import SINGLE_RANK
-from slotwise.compute.kernels.interface import Kernels
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LatentShape
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.loading import load_model, read_config
 from slotwise.core.params import REGEX, Grammar, SamplingSpec
@@ -76,9 +76,12 @@ def engine_of(folder: Path, layout: tuple[int, int] = (1, 1), **settings: Any) -
 
 def memory(folder: Path, width: int = 1) -> int:
     """Bytes of a cache in which four rows do not fit, but where windows leave blocks to the others."""
-    config = read_config(folder)
-    kv_heads = config.attention_shape(0).num_kv_heads
-    block = 2 * 16 * 4 * config.num_layers * max(width, kv_heads) * padded(config.head_dim)
+    config, block = read_config(folder), 0
+    for shape in map(config.layer_shape, range(config.num_layers)):
+        copies = width if isinstance(shape, LatentShape) else 1  # each rank has all latents, and some heads
+        if isinstance(shape, AttentionShape):
+            shape = replace(shape, num_kv_heads=max(width, shape.num_kv_heads))
+        block += copies * CpuKernels().cache_bytes_per_block(16, shape, torch.float32)
     return (18 if any(config.windows) else 9) * block
 
 

@@ -114,6 +114,7 @@ def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_parts_of_the_server_and_of_ranks():
     found = [parts.run(part, rehearse=True, time_left=600.0) for part in parts.PARTS if part.name in ("serve", "ranks")]
     assert [part["status"] for part in found] == [parts.OK] * 2, found

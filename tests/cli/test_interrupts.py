@@ -16,7 +16,7 @@ import pytest
 from slotwise import cli
 from slotwise.platform import spawn
 
-DELAYS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)  # seconds: imports, the engine's start, the template's worker
+FIRST_DELAY, LONGER = 0.05, 1.4  # seconds, and times: imports, the engine's start, the template's worker
 COMMANDS = {"serve": ["serve", "--port", "0"], "generate": ["generate", "--max-tokens", "1", "def"]}
 START = Path(cli.__file__)
 
@@ -41,13 +41,13 @@ def is_early(errors: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_interrupt_while_loading_is_one_line(command: str) -> None:
-    seen = 0
-    for delay in DELAYS:
-        done = interrupted(COMMANDS[command], delay)
-        if (done.returncode not in (0, 130) and is_early(done.stderr)) or done.stdout:  # or it was quicker
-            continue
-        assert (done.returncode, done.stderr) == (130, f"slotwise {command}: interrupted\n"), delay
-        seen += 1
+    """At one moment after another, until the command has loaded before it is interrupted."""
+    seen, delay = 0, FIRST_DELAY
+    while not (done := interrupted(COMMANDS[command], delay)).stdout:
+        if done.returncode in (0, 130) or not is_early(done.stderr):
+            assert (done.returncode, done.stderr) == (130, f"slotwise {command}: interrupted\n"), delay
+            seen += 1
+        delay *= LONGER
     assert seen, "every delay was too short or too long"
 
 

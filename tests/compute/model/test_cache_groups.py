@@ -54,6 +54,8 @@ def test_states_share_memory_with_keys_and_values():
 
     assert least_block_size(groups, layers, num_bytes) == -(-STATE.state_bytes // 512)
     assert least_block_size(layer_groups(shapes([0, 0]), 512), shapes([0, 0]), num_bytes) == 1
-    for tokens, expected in ((1, STATE), (64, layers[3])):
+    as_large = STATE.state_bytes // 512
+    assert num_bytes(as_large, layers[3]) == STATE.state_bytes, "of equal ones attention's: it needs the layout"
+    for tokens, expected in ((1, STATE), (as_large, layers[3]), (64, layers[3])):
         made = cache_shapes(groups, layers, range(48), lambda shape, tokens=tokens: num_bytes(tokens, shape))
         assert made == dict.fromkeys(range(12), expected)

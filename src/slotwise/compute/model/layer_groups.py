@@ -80,11 +80,17 @@ def layer_groups(shapes: Sequence[LayerShape], longest: int, kv_layers: Sequence
 def cache_shapes(
     groups: LayerGroups, shapes: Sequence[LayerShape], layers: range, num_bytes: Callable[[LayerShape], int],
 ) -> dict[int, LayerShape]:
-    """The largest shape among the `layers` that share each cache, by number of the cache."""
+    """The largest shape among the `layers` that share each cache, by number of the cache.
+
+    Of a state and keys of one size it is the keys: a state needs no layout of its blocks, attention does.
+    """
+    def size(shape: LayerShape) -> tuple[int, bool]:
+        return num_bytes(shape), not isinstance(shape, StateShape)
+
     made: dict[int, LayerShape] = {}
     for layer in layers:
         number, shape = groups.caches[layer], shapes[layer]
-        if number not in made or num_bytes(shape) > num_bytes(made[number]):
+        if number not in made or size(shape) > size(made[number]):
             made[number] = shape
     return dict(sorted(made.items()))
 

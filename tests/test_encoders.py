@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
 from support import checkpoints
@@ -234,3 +235,27 @@ def test_offline_scores_of_vectors_are_cosines(tmp_path):
     torch.testing.assert_close(encoded.outputs.data, first)
     with pytest.raises(ValueError, match="does not classify"):
         llm.classify(TEXTS)
+
+
+def test_offline_texts_that_are_cut_keep_their_special_tokens(tmp_path):
+    folder = checkpoints.make("eurobert", tmp_path / "model", tokenizer=True, kind="ForSequenceClassification",
+                              num_labels=1)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin, end = list(inner.get_added_tokens_decoder())[:2]
+    names = {inner.id_to_token(one): one for one in (begin, end)}
+    first, last = names
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{first} $A {last}", pair=f"{first} $A {last} $B {last}", special_tokens=list(names.items()))
+    inner.save(str(folder / "tokenizer.json"))
+    llm = LLM(str(folder), dtype="float32", max_model_len=16)
+    text, other = "def f(x):", "return x " * 20
+    ids, more = (llm.tokenizer.encode(one, add_special_tokens=False) for one in (text, other))
+    for most, places in ((5, 3), (-1, 14)):
+        (cut,) = llm.classify(other, truncate_prompt_tokens=most, use_tqdm=False)
+        assert cut.prompt_token_ids == [begin, *more[:places], end]
+    (cut,) = llm.score(text, other, truncate_prompt_tokens=-1, use_tqdm=False)
+    assert cut.prompt_token_ids == [begin, *ids, end, *more[: 16 - len(ids) - 3], end]
+    (cut,) = llm.classify(more, truncate_prompt_tokens=5, use_tqdm=False)  # ids are a prompt as they are
+    assert cut.prompt_token_ids == more[:5]
+    with pytest.raises(ValueError, match="leave no place"):
+        llm.score(other, text, truncate_prompt_tokens=8)

@@ -147,6 +147,23 @@ def test_a_model_that_chats_is_asked(server: Server, tokenizer: Tokenizer) -> No
     assert cut["usage"]["prompt_tokens"] < 512 * 4
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("text", ["the fox ", "h\u00e9", "\u6f22\u5b57", "\U0001f600"])
+def test_any_long_document_is_cut_to_what_fits_next_to_the_labels(server: Server, text: str, side: str) -> None:
+    """Also in the middle of a character, whose parts would have more tokens than they were cut to."""
+    for more in range(4):
+        answer = post(server, RERANK, query=QUERY, documents=["x" * more + text * 500], truncation_side=side)
+        (result,) = answer["results"]
+        assert 0 <= result["relevance_score"] <= 1
+
+
+def test_the_text_at_fault_is_named(server: Server) -> None:
+    for fields in ({"query": "the fox " * 900, "documents": ["a"]}, {"query": "the fox " * 9, "documents": ["a"],
+                                                                     "truncate_prompt_tokens": 20}):
+        refused = server.post(RERANK, fields)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "query", refused.text
+
+
 def test_labels_of_texts(classifying: Server, tokenizer: Tokenizer) -> None:
     answer = post(classifying, CLASSIFY, input=["the fox", [7, 300, 4]], use_activation=False)
     first, second = answer["data"]
@@ -178,6 +195,7 @@ def test_labels_of_texts(classifying: Server, tokenizer: Tokenizer) -> None:
     (EMBED, {"texts": ["a"], "input_type": "other"}, "input_type"),
     (EMBED, {"texts": ["a"], "images": ["b"]}, "images"),
     (EMBED, {"texts": ["a " * 999], "truncate": "NONE"}, "maximum context length"),
+    (EMBED, {"texts": ["a", "the fox runs"], "truncate": "NONE", "max_tokens": 2}, "maximum context length is 2"),
     ("/v1/embeddings", {"input": "a", "input_type": "other"}, "input_type")])
 def test_what_is_wrong_is_named(embedding: Server, path: str, body: dict[str, Any], message: str) -> None:
     response = embedding.post(path, body)

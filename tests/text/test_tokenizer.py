@@ -20,6 +20,24 @@ def test_loads_a_checkpoints_files(folder: Path) -> None:
     assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<plain added>"
 
 
+def test_a_text_that_is_cut_keeps_its_special_tokens() -> None:
+    """As in transformers: a vector may be pooled from one of them."""
+    vocabulary = {"[CLS]": 0, "[SEP]": 1, "a": 2, "b": 3, "c": 4}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="c"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    tokenizer = Tokenizer(inner)
+    ids = tokenizer.encode("a b c")
+    for keeps_last, side in ((False, "right"), (True, "left")):
+        for most in (5, 4, 3):
+            inner.enable_truncation(most, direction=side)
+            assert tokenizer.marks.cut(ids, most, keeps_last=keeps_last) == inner.encode("a b c").ids
+            inner.no_truncation()
+    assert tokenizer.marks.cut(ids, 2, keeps_last=False) == [0, 2]
+    assert tokenizer.marks.cut(ids, 1, keeps_last=True) == [1]
+
+
 def test_the_post_processor_decides_about_the_beginning_token(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     bare = tokenizer.encode("the fox", add_special_tokens=False)

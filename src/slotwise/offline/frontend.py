@@ -40,7 +40,7 @@ from slotwise.text.chat_template import ChatTemplate
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, OpenEnd, check_messages
 from slotwise.text.grammar_check import check
 from slotwise.text.stop_strings import Continuation, VisibleTokens
-from slotwise.text.tokenizer import Tokenizer, spellings
+from slotwise.text.tokenizer import NO_MARKS, Tokenizer, spellings
 
 BASE_SPEC = RequestSpec((), SamplingSpec(max_tokens=None))  # of the base model, with no wishes
 
@@ -329,45 +329,64 @@ class Frontend:
         pooling.check_width(info.hidden_size)
         return pooling
 
-    def pooled_prompts(self, prompts: Sequence[ParsedPrompt], task: str) -> list[ParsedPrompt]:
+    def pooled_prompts(self, prompts: Sequence[ParsedPrompt], task: str, most: int | None) -> list[ParsedPrompt]:
         """Prompts of which vectors or labels are wanted, as token ids.
 
         A text to embed begins with the checkpoint's default prompt.
+
+        Args:
+            most: tokens of each that are kept, the first ones and the special ones of a text; None: all.
         """
         texts = [prompt.text or "" for prompt in prompts if prompt.ids is None]
         encoded = iter(self.tokenizer.encode_batch(list(map(self.pooling.prompted, texts)) if task == EMBED else texts))
-        return [prompt._replace(ids=next(encoded)) if prompt.ids is None else prompt for prompt in prompts]
+
+        def ids_of(prompt: ParsedPrompt) -> list[int]:
+            ids, marks = (next(encoded), self.tokenizer.marks) if prompt.ids is None else (prompt.ids, NO_MARKS)
+            return ids if most is None else marks.cut(ids, most, keeps_last=False)
+
+        return [prompt._replace(ids=ids_of(prompt)) for prompt in prompts]
 
     def pooled_job(
-        self, info: EngineInfo, prompt: ParsedPrompt, pooling: PoolingSpec, request_id: str, most: int | None,
+        self, info: EngineInfo, prompt: ParsedPrompt, pooling: PoolingSpec, request_id: str,
         spec: RequestSpec = BASE_SPEC, made: PooledOutput = VECTOR,
     ) -> OfflinePooled:
         """One of `pooled_prompts`, as a request.
 
         Args:
-            most: tokens that are kept, the first ones; -1: as many as the model takes; None: all.
             spec: as that of `job`.
 
         Raises:
             ValueError: the prompt can never run.
         """
         ids = prompt.ids or []
-        if most is not None:
-            ids = ids[: info.limits.max_model_len if most == -1 else most]
         self._check_prompt(info, ids, 0)
         output = made.request(request_id, made.empty(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
         spec = replace(spec, prompt=tuple(ids), pooling=pooling, salt=prompt.salt,
                        cache_generation=self._resets)
         return OfflinePooled(output, spec, made.of_numbers)
 
-    def pairs(self, firsts: Sequence[ParsedPrompt], seconds: Sequence[ParsedPrompt]) -> list[ParsedPrompt]:
-        """Each text of `firsts` and one of `seconds`, as the tokenizer joins them.  Raises ValueError for token ids."""
+    def pairs(self, firsts: Sequence[ParsedPrompt], seconds: Sequence[ParsedPrompt], most: int | None,
+              ) -> list[ParsedPrompt]:
+        """Each text of `firsts` and one of `seconds`, as the tokenizer joins them.
+
+        Args:
+            most: tokens of a pair that are kept: the second text is cut; None: all.
+
+        Raises:
+            ValueError: a text is given as token ids, or leaves no place for the other one.
+        """
         texts = [prompt.text for prompt in (*firsts, *seconds) if prompt.text is not None]
         if len(texts) < 2 * len(firsts):
             raise ValueError("a model that compares two texts needs texts, not token ids")
         ids, marks = self.tokenizer.encode_batch(texts, add_special_tokens=False), self.tokenizer.pair_marks
-        return [first._replace(text=None, ids=marks.pair(*each))
-                for first, *each in zip(firsts, ids[: len(firsts)], ids[len(firsts) :], strict=True)]
+        found = []
+        for prompt, first, second in zip(firsts, ids[: len(firsts)], ids[len(firsts) :], strict=True):
+            places = len(second) if most is None else most - len(first) - marks.num_tokens
+            if second and places < 1:
+                raise ValueError(f"truncate_prompt_tokens: {most} tokens leave no place for a text next to one of "
+                                 f"{len(first)} tokens")
+            found.append(prompt._replace(text=None, ids=marks.pair(first, second[:places])))
+        return found
 
     def _check_prompt(self, info: EngineInfo, ids: Sequence[int], max_tokens: int | None) -> None:
         """Raises ValueError for a prompt that can never run."""

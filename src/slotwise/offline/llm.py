@@ -331,7 +331,8 @@ class LLM(VllmMethods):
 
         Args:
             prompts, use_tqdm, lora_request, more: as those of `generate`.
-            truncate_prompt_tokens: the first so many tokens of each prompt are kept; -1: as many as the model takes.
+            truncate_prompt_tokens: the first so many tokens of each prompt are kept, and a text's special ones; -1: as
+                many as the model takes.
             pooling_params: one for all prompts, or one for each; by default as checkpoint and `pooler_config` say.
 
         Raises:
@@ -404,7 +405,7 @@ class LLM(VllmMethods):
         if len(labels := self._frontend.pooling.labels) > 1:
             raise ValueError(f"this model has {len(labels)} labels, and a score needs one; use LLM.classify")
         if labels:
-            pairs = self._frontend.pairs(first, second)
+            pairs = self._frontend.pairs(first, second, self._num_kept(truncate_prompt_tokens))
             return self._pooled(pairs, CLASSIFY, SCORE, pooling_params, lora_request, truncate_prompt_tokens, use_tqdm)
         outputs = self._pooled([*first, *second], EMBED, VECTOR, pooling_params, lora_request, truncate_prompt_tokens,
                                use_tqdm)
@@ -415,13 +416,7 @@ class LLM(VllmMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None, lora_request: Adapted, most: int | None,
         use_tqdm: Progress,
     ) -> list[Any]:
-        """Vectors or labels of all prompts.
-
-        Args:
-            most: tokens of each prompt that are kept; -1: as many as the model takes; None: all.
-        """
-        if most is not None and most != -1 and most < 1:
-            raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {most}")
+        """Vectors or labels of all prompts.  Args: most: see `_num_kept`."""
         each = _for_each("pooling_params", pooling_params, len(prompts))
         pooling = {number: self._frontend.pooling_spec(self.info, params, task)
                    for number, params in {id(params): params for params in each}.items()}
@@ -429,11 +424,21 @@ class LLM(VllmMethods):
             specs = {number: replace(BASE_SPEC, adapter=number, adapter_name=name)
                      for number, name in {adapter.number: adapter.name for adapter in adapters}.items()}
             jobs = [self._frontend.pooled_job(
-                self.info, prompt, pooling[id(params)], str(next(self._names)), most, specs[adapter.number], made)
+                self.info, prompt, pooling[id(params)], str(next(self._names)), specs[adapter.number], made)
                 for prompt, params, adapter in zip(
-                    self._frontend.pooled_prompts(prompts, task), each, adapters, strict=True)]
+                    self._frontend.pooled_prompts(prompts, task, self._num_kept(most)), each, adapters, strict=True)]
             self._run(jobs, use_tqdm, "Embedding" if task == EMBED else "Classifying")
         return [job.output for job in jobs]
+
+    def _num_kept(self, most: int | None) -> int | None:
+        """Tokens of each prompt that are kept.  Raises ValueError for a number out of range.
+
+        Args:
+            most: -1: as many as the model takes; None: all.
+        """
+        if most is not None and most != -1 and most < 1:
+            raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {most}")
+        return self.info.limits.max_model_len if most == -1 else most
 
     def chat(
         self, messages: Sequence[Any], sampling_params: Params | None = None, use_tqdm: Progress = True,

@@ -148,6 +148,29 @@ class TokenizerError(OneLineError, ValueError):
     """The tokenizer's files cannot be used, or a text cannot be tokenized."""
 
 
+class TextMarks(NamedTuple):
+    """How many special tokens a tokenizer adds to a text: [CLS] text [SEP] has one before and one after."""
+
+    before: int = 0
+    after: int = 0
+
+    def cut(self, ids: list[int], most: int, *, keeps_last: bool) -> list[int]:
+        """At most `most` tokens: the special ones, and the first or last tokens of the text, as in transformers.
+
+        A vector may be pooled from a special token.  If there is no place for all of them, none is told apart.
+        """
+        if len(ids) <= most:
+            return ids
+        before, after = self if sum(self) < most else (0, 0)
+        end = len(ids) - after
+        places = most - before - after
+        kept = ids[end - places : end] if keeps_last else ids[before : before + places]
+        return [*ids[:before], *kept, *ids[end:]]
+
+
+NO_MARKS = TextMarks()
+
+
 class PairMarks(NamedTuple):
     """The special tokens of two texts that are one prompt: [CLS] first [SEP] second [SEP]."""
 
@@ -254,6 +277,12 @@ class Tokenizer:
             logger.warning("%s: %s has other ids than the vocabulary, which hold: %s",
                            files.config_path, DECODER, moved)
         return tokenizer
+
+    @cached_property
+    def marks(self) -> TextMarks:
+        """The special tokens around a text."""
+        own = [place for place, text in enumerate(self.inner.encode("a").sequence_ids) if text is not None]
+        return TextMarks(own[0], len(self.encode("a")) - 1 - own[-1]) if own else NO_MARKS
 
     @cached_property
     def pair_marks(self) -> PairMarks:

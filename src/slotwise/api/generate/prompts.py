@@ -17,7 +17,7 @@ from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, Message, OpenEnd, check_messages, text_of
 from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.token_cache import SEGMENT, Boundaries, TokenCache
-from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
+from slotwise.text.tokenizer import NO_MARKS, SHORT, TextMarks, TextTooLong, Tokenizer, TokenizerError, spellings
 
 
 class Conversation(NamedTuple):
@@ -55,10 +55,9 @@ class Encoding(NamedTuple):
     keeps_last: bool = True  # the last ones; else the first
     param: str = "prompt"  # the request's field, for errors
 
-    def kept(self, ids: list[int]) -> list[int]:
-        if self.most is None or len(ids) <= self.most:
-            return ids
-        return ids[len(ids) - self.most :] if self.keeps_last else ids[: self.most]
+    def kept(self, ids: list[int], marks: TextMarks = NO_MARKS) -> list[int]:
+        """What is kept of the tokens of a text with special tokens `marks`, or of tokens as they are."""
+        return ids if self.most is None else marks.cut(ids, self.most, keeps_last=self.keeps_last)
 
 
 WHOLE = Encoding()
@@ -290,7 +289,8 @@ class Prompts:
             raise from_queue_full(error, TEXTS) from error
 
     async def _encode(self, holder: str, text: str, param: str, encoding: Encoding) -> list[int]:
-        return encoding.kept(await self._encoded(holder, text, param, encoding))
+        ids = await self._encoded(holder, text, param, encoding)
+        return encoding.kept(ids, self.tokenizer.marks) if encoding.add_special_tokens else encoding.kept(ids)
 
     async def _encoded(self, holder: str, text: str, param: str, encoding: Encoding, *,
                        wants_offsets: bool = False) -> list[int]:

@@ -18,7 +18,7 @@ from slotwise.api.generate.choice import Choice
 from slotwise.api.generate.context import Api
 from slotwise.api.generate.generate import Job, Renderer, ValidatedRequest, check, encoding_of, respond, usage_of
 from slotwise.api.generate.shapes import EMBEDDING, to_json
-from slotwise.api.http.api_errors import bad_request, from_params
+from slotwise.api.http.api_errors import ContextExceeded, bad_request, from_params
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields
 from slotwise.api.pooling.pooled_requests import (
@@ -199,8 +199,12 @@ async def _cohere_embedding(api: Api, exchange: HttpExchange, body: bytes) -> Va
         cut.truncate_prompt_tokens = min(asked.max_tokens or api.text.prompts.longest, api.text.prompts.longest)
         cut.truncation_side = "left" if asked.truncate == "START" else "right"
     texts = prompted(api, list(asked.texts), asked.input_type, "input_type")
-    return await embedded(api, exchange, cut, texts, pooling,
-                          partial(_respond_as_cohere, kinds=kinds, texts=asked.texts), "texts")
+    found = await embedded(api, exchange, cut, texts, pooling,
+                           partial(_respond_as_cohere, kinds=kinds, texts=asked.texts), "texts")
+    longest = max(map(len, found.prompts))
+    if asked.truncate == "NONE" and asked.max_tokens is not None and longest > asked.max_tokens:
+        raise ContextExceeded(asked.max_tokens, longest, 0, "texts")
+    return found
 
 
 async def _respond_as_cohere(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], kinds: Sequence[str],

@@ -42,7 +42,7 @@ class PooledFields(RequestFields, kw_only=True):
 class TruncatedFields(PooledFields, kw_only=True):
     """The fields of requests whose texts may be cut to a number of tokens."""
 
-    truncate_prompt_tokens: KeptTokens | None = None  # a prompt's tokens that are kept; -1: as many as fit
+    truncate_prompt_tokens: KeptTokens | None = None  # tokens of a prompt to keep, special ones too; -1: all that fit
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the right
     padding: Any = None
     mm_processor_kwargs: Any = None

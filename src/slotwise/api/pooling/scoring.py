@@ -48,6 +48,7 @@ JUDGE = ("Judge whether the Document meets the requirements based on the Query a
          'the answer can only be "yes" or "no".')
 YES_NO = ("yes", "no")
 SEAMS = 2  # tokens that a document may have more within its prompt than alone
+CUT = "\N{REPLACEMENT CHARACTER}"  # each is a part of a character that was cut between its tokens
 Names = Annotated[list[str], msgspec.Meta(max_length=8)]
 
 
@@ -344,21 +345,27 @@ async def _by_answers(api: Api, exchange: HttpExchange, prepared: _Prepared, ins
     pairs, cut, prompts = prepared.pairs, prepared.cut, api.text.prompts
     tokens, questions = LabelTokens(api, exchange.holder), []
 
-    async def rendered(query: str, document: str) -> Rendered:
+    async def rendered(query: str, document: str, param: str) -> Rendered:
         try:
             return await rendered_question(api, exchange, judged(instruction, query, document), UNTHINKING)
         except ApiError as error:
-            raise renamed(error, {"messages": pairs.param}) from error
+            raise renamed(error, {"messages": param}) from error
+
+    async def text_of(kept: list[int]) -> str:
+        text = await prompts.decode(kept, exchange.holder)
+        return text.lstrip(CUT) if cut.keeps_last else text.rstrip(CUT)
 
     with api.limits.admission_control.entering(prepared.slo):
         documents = await prompts.of_texts(pairs.documents, exchange.holder, cut.encoding(
             pairs.param, is_document=True, add_special_tokens=False))
-        others = [len((await rendered(query, "")).ids) for query in pairs.queries]
+        alone = [await rendered(query, "", pairs.query_param) for query in pairs.queries]
+        labels = await tokens.of(alone[0], YES_NO, pairs.param)
+        more = SEAMS + max(map(len, labels)) - 1  # a label's last token is read behind the others
         for of, at in pairs.places:
-            kept = cut.document(documents[at], others[of] + SEAMS, pairs)
+            kept = cut.document(documents[at], len(alone[of].ids) + more, pairs)
             is_whole = len(kept) == len(documents[at]) and cut.most is None
-            text = pairs.documents[at] if is_whole else await prompts.decode(kept, exchange.holder)
-            prompt = await rendered(pairs.queries[of], text)
+            text = pairs.documents[at] if is_whole else await text_of(kept)
+            prompt = await rendered(pairs.queries[of], text, pairs.param)
             questions.append((prompt.ids, await tokens.of(prompt, YES_NO, pairs.param)))
     reads = LabelReads(questions)
     return prepared.validated(api, reads.prompts, reads.pooling, reads.width, lambda choices: [

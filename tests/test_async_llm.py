@@ -245,6 +245,65 @@ def test_it_sleeps_and_wakes_up(served: Served, expected: dict[str, RequestOutpu
     served.run(play())
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_and_a_wake_up_that_are_cancelled_go_on(served: Served, level: int) -> None:
+    """No prefix is found whose memory was lost, and there is one engine."""
+    prompt = {"prompt_token_ids": [5 + token % 200 for token in range(300)]}
+
+    async def answer(name: str) -> RequestOutput:
+        return (await outputs_of(served.engine, prompt, greedy(FINAL), f"{name} {level}"))[-1]
+
+    async def leave(change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(change)
+        while not served.engine._changing:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def play() -> None:
+        await served.idle()
+        await answer("first")
+        before = await answer("before")
+        assert before.num_cached_tokens
+        await leave(served.engine.sleep(level))
+        while not await served.engine.is_sleeping():
+            await asyncio.sleep(0.01)
+        if level == 2:
+            await leave(served.engine.wake_up())
+            while await served.engine.is_sleeping():
+                await asyncio.sleep(0.01)
+        else:
+            await served.engine.wake_up()
+        after = await answer("after")
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        assert not after.num_cached_tokens
+
+    served.run(play())
+
+
+def test_no_prefix_is_found_after_a_sleep_that_failed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, client = {"prompt_token_ids": [5 + token % 200 for token in range(300)]}, served.engine._client
+    give_back = client.give_back
+
+    async def fail() -> None:
+        await give_back()
+        raise EngineError("its memory is lost all the same")
+
+    async def play() -> None:
+        await served.idle()
+        before = (await outputs_of(served.engine, prompt, greedy(FINAL), "before"))[-1]
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "give_back", fail)
+            with pytest.raises(EngineError, match="all the same"):
+                await served.engine.sleep(1)
+        after = (await outputs_of(served.engine, prompt, greedy(FINAL), "after"))[-1]
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+    served.run(play())
+
+
 def test_an_engine_belongs_to_one_event_loop(served: Served) -> None:
     served.run(served.engine.check_health())
     with pytest.raises(EngineError, match="belongs to the event loop of its first request"):

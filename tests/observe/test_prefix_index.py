@@ -28,12 +28,14 @@ def cost(work: Work) -> float:
 
 
 class Hits(Observer):
-    """Of each admitted request, the cached tokens at its first admission."""
+    """Of each admitted request, the cached tokens at its first admission; and the copies from host memory."""
 
     def __init__(self) -> None:
         self.cached: dict[str, int] = {}
+        self.num_loads = 0
 
     def stepped(self, record) -> None:
+        self.num_loads += len(record.plan.loads)
         for request_id, cached in record.admitted:
             self.cached.setdefault(request_id, cached)
 
@@ -61,9 +63,9 @@ def pieces_of(prompt: list[int]) -> tuple[int, ...]:
 
 
 class Play:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, limits: SchedulerLimits = LIMITS) -> None:
         self.rng, self.index, self.hits = Random(seed), PrefixIndex(), Hits()
-        self.server = Server(Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=16),
+        self.server = Server(Setup(limits, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=16),
                                    CostPace(cost)), None,
                              [self.index, self.hits])
         self.router, self.sent = Router(self.index), 0
@@ -101,6 +103,24 @@ def test_the_index_says_what_the_next_request_hits(seed: int) -> None:
         assert play.hits.cached[name] == predicted, name
         found += predicted > 0
     assert 30 < found < 115  # neither always nor never
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_index_names_nothing_that_was_lost_below_host_memory(seed: int) -> None:
+    """Blocks that are copied from host memory replace what was in the device's blocks."""
+    play, num_found = Play(seed, replace(LIMITS, num_host_blocks=16)), 0
+    for _ in range(60):
+        for _ in range(play.rng.randint(0, 6)):
+            play.send(play.prompt())
+        play.run()
+        prompt = play.prompt()
+        play.router.ask()
+        predicted = min(play.router.hit(pieces_of(prompt)), (len(prompt) - 1) // BLOCK) * BLOCK
+        name = play.send(prompt)
+        play.run()
+        assert play.hits.cached[name] >= predicted, name
+        num_found += predicted > 0
+    assert num_found > 15 and play.hits.num_loads > 15
 
 
 def test_an_engine_without_a_prefix_cache_has_no_index() -> None:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from slotwise.core.record import FREED, StepRecord
+from slotwise.core.cache_causes import FOUND
+from slotwise.core.record import FREED, PromptSpan, StepRecord
 from slotwise.engine.messages import Observer
 
 if TYPE_CHECKING:
@@ -152,18 +153,32 @@ class PrefixIndex(Observer):
                 self._prompts.pop(end.request_id, None)
 
     def _reallocate(self, record: StepRecord) -> None:
-        plan, cached = record.plan, dict(record.admitted)
+        plan, cached, spans = record.plan, dict(record.admitted), dict(record.lookups)
         joined = {slot: request_id for slot, request_id in zip(plan.slots, plan.request_ids, strict=True)
                   if request_id in cached}
         for slot, group, blocks in [blocks for plan in record.plans for blocks in plan.new_blocks]:
             request_id = joined.get(slot, -1)
-            for block in blocks[cached.get(request_id, 0) // self._block_size :]:
+            for block in self._new(blocks, spans.get(request_id, ())):
                 for piece in self._pieces_of.pop(block, ()):
                     self._forget(piece)
             if group == 0 and request_id in self._prompts:
                 prompt = self._prompts[request_id]
                 prompt.blocks, prompt.num_computed = blocks, 0
                 self._add(request_id, cached[request_id])
+
+    def _new(self, blocks: Sequence[int], spans: Iterable[PromptSpan]) -> Iterator[int]:
+        """Yields those of a request's blocks that held something else before: all but those found on the device.
+
+        Args:
+            spans: of its prompt, if it is admitted with these blocks.
+        """
+        start = 0
+        for span in spans:
+            end = span.end // self._block_size
+            if span.cause != FOUND:  # what is in host memory or on disk is copied to blocks that were reallocated
+                yield from blocks[start:end]
+            start = end
+        yield from blocks[start:]
 
     def _compute(self, record: StepRecord) -> None:
         plan = record.plan

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,6 +67,7 @@ class AsyncLLM(VllmMethods):
         self._sleep = Sleep(self._client, self._supervisor)
         self._reporting: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[EngineInfo] | None = None
+        self._changing = set[asyncio.Task[None]]()  # sleeps and wake-ups, one of them at work
         self._running: dict[str, list[Generation]] = {}  # by the caller's id
         self._numbers = itertools.count()
 
@@ -85,12 +86,15 @@ class AsyncLLM(VllmMethods):
             raise EngineError(self._client.trouble)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As that of `LLM`."""
+        """As that of `LLM`.  Raises EngineError: blocks stay on disk."""
         check_call({"reset_connector": reset_connector})
         self._frontend.reset_prefix_cache()
         if self._arguments.config.kv_disk is not None:
             await self._ready()
-            await self._client.remove_stored()
+            try:
+                await self._client.remove_stored()
+            except Refused as refused:
+                raise EngineError(refused.message) from refused
         return True
 
     async def generate(
@@ -161,19 +165,31 @@ class AsyncLLM(VllmMethods):
                 stream.finish("abort")
 
     async def sleep(self, level: int = 1, **more: Any) -> None:
-        """As that of `LLM`."""
+        """As that of `LLM`.  It goes on if it is cancelled."""
         check_call(more)
         await self._ready()
         if self._running:
             raise ValueError("the model cannot sleep: requests are unfinished")
-        await self._sleep.fall_asleep(level, timeout=0)
-        self._frontend.reset_prefix_cache()
+        await self._to_its_end(self._fall_asleep(level))
+
+    async def _fall_asleep(self, level: int) -> None:
+        try:
+            await self._sleep.fall_asleep(level, timeout=0)
+        finally:  # a sleep that fails may have lost the memory of cached prefixes, too
+            self._frontend.reset_prefix_cache()
 
     async def wake_up(self, tags: None = None) -> None:
-        """As that of `LLM`.  Raises EngineError: the engine does not start, and sleeps on."""
+        """As that of `LLM`.  It goes on if it is cancelled.  Raises EngineError: no engine starts; it sleeps on."""
         check_call({"tags": tags})
         await self._ready()
-        await self._sleep.wake_up()
+        await self._to_its_end(self._sleep.wake_up())
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Makes a change that goes on if the caller is cancelled: half of one would leave no engine, or two."""
+        task = asyncio.create_task(change)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        await asyncio.shield(task)
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` not yet."""

@@ -270,8 +270,10 @@ class LLM(VllmMethods):
         with self._lock:
             if self._choices:
                 raise ValueError("the model cannot sleep: requests are unfinished")
-            self._engine.sleep(level)
-            self._frontend.reset_prefix_cache()
+            try:
+                self._engine.sleep(level)
+            finally:  # a sleep that was interrupted may have lost the memory of cached prefixes, too
+                self._frontend.reset_prefix_cache()
 
     def wake_up(self, tags: None = None) -> None:
         """Ends a sleep, if there is one; after level 2 the weights are read again.  Until then no request can run.

@@ -127,6 +127,7 @@ def test_our_own_retain_is_obeyed_and_explained(server: Server) -> None:
 
 @pytest.mark.parametrize(("fields", "headers", "said"), [
     ({"prompt": [2] * 400, "retain": 60}, {}, "a tenant may retain 0"),
+    ({"prompt": [[2], [2] * 400]}, {"X-Retain": "60"}, "a tenant may retain 0"),
     ({"prompt": [2], "retain": 90_000}, {}, "retain"),
     ({"prompt": [2]}, {"X-Retain": "soon"}, "X-Retain: must be a number of seconds"),
     ({"prompt": [2]}, {"X-Retain": "nan"}, "X-Retain: must be a number of seconds")])

@@ -205,7 +205,7 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     spec = replace(spec, salt=salt, kv=kv, prediction=await _prediction(api, exchange, request),
                    queue_timeout=_queue_timeout(api, spec))
     spec, num_retained = _retention(api, exchange, request, replace(spec, session=session_of(exchange, spec)),
-                                    validated.prompts[0])
+                                    validated.prompts)
     with api.engine.models.held(request.model) as adapter:
         name = api.settings.served_model_name
         if adapter is not None:
@@ -227,9 +227,9 @@ def session_of(exchange: HttpExchange, spec: RequestSpec) -> str:
 
 
 def _retention(
-    api: Api, exchange: HttpExchange, request: Generate, spec: RequestSpec, prompt: Sequence[int],
+    api: Api, exchange: HttpExchange, request: Generate, spec: RequestSpec, prompts: Sequence[Sequence[int]],
 ) -> tuple[RequestSpec, int]:
-    """The request with what its header X-Retain says, and how many tokens of `prompt` its retention covers.
+    """The request with what its header X-Retain says, and how many tokens of its first prompt its retention covers.
 
     Hints of other protocols are obeyed as far as the server can.
 
@@ -249,20 +249,20 @@ def _retention(
         return spec, 0
     limits, scheduling = api.engine.client.info.limits, api.engine.client.scheduling
     most = int(limits.num_blocks * scheduling.tenant_cache_share)
-    num_blocks = (spec.retain_tokens or len(prompt)) // limits.block_size
+    num_blocks = [(spec.retain_tokens or len(prompt)) // limits.block_size for prompt in prompts]
     objection = ""
     if not limits.enable_prefix_caching:
         objection = "this server has no prefix cache; start it with --enable-prefix-caching"
     elif scheduling.eviction_policy not in OBEYING:
         objection = (f"the eviction policy {scheduling.eviction_policy} obeys no retention; set --eviction-policy "
                      f"{HINTED}")
-    elif num_blocks > most:
-        objection = (f"the prompt has {num_blocks} full blocks of {limits.block_size} tokens, and a tenant may retain "
-                     f"{most}; set a larger --tenant-cache-share")
+    elif max(num_blocks) > most:
+        objection = (f"the prompt has {max(num_blocks)} full blocks of {limits.block_size} tokens, and a tenant may "
+                     f"retain {most}; set a larger --tenant-cache-share")
     if objection and (header is not None or request.retain is not None):
         raise bad_request(f"retain: {objection}", "retain", "retention_not_available")
     is_obeyed = limits.enable_prefix_caching and scheduling.eviction_policy in OBEYING
-    return spec, min(num_blocks, most) * limits.block_size if is_obeyed else 0
+    return spec, min(num_blocks[0], most) * limits.block_size if is_obeyed else 0
 
 
 async def _prediction(api: Api, exchange: HttpExchange, request: Generate) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ by the same factor, one in `every` of its sessions is sent, and lengths are mult
 sessions (or of the groups that share a prefix) asks to be retained. An agent's next prompt repeats the tokens that the
 server answered; its pauses begin when an answer of usual speed would have ended.
 
-usage: python -m benchmarks.eviction agreement MODEL --trace JSONL --json FILE [--traffic agents] [--seconds 60]
+usage: python -m benchmarks.eviction agreement MODEL --trace JSONL --json FILE [--traffic agents] [--repeats 3]
 
-A pair takes three minutes, in which nothing else may run.  Other pairs in the file are kept.
+A pair takes three minutes, in which nothing else may run.  Other pairs in the file are kept; those of the same traffic
+and seed are repeats, whose spread the table of docs/reference/eviction.md gives.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -78,7 +80,7 @@ class Scale(NamedTuple):
     cache: float  # share of the different blocks that the cache has
 
 
-SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 0.5), AGENTS: Scale(4, 1 / 48, 0.125), PREFIXES: Scale(25, 1 / 8, 0.125)}
+SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 1 / 3), AGENTS: Scale(4, 1 / 48, 1 / 3), PREFIXES: Scale(25, 1 / 8, 1 / 3)}
 
 
 class Ask(NamedTuple):
@@ -227,18 +229,18 @@ def options(asked: argparse.Namespace, policy: str, memory: int, log: str = "") 
 
 
 def pairs_of(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a pair of windows for each kind of traffic."""
+    """Yields pairs of windows, for each kind of traffic; which of the two is first alternates."""
     with serving(*options(asked, LRU, PROBED)) as server:
         of_block = PROBED / server.num_blocks
         _, vocab_size = resolve(BenchTarget(server.url))
-    for kind in asked.traffic:
+    for repeat, kind in product(range(asked.repeats), asked.traffic):
         sessions = sessions_of(kind, asked.trace, asked.seed)
         asks = asks_of(sessions, asked.seconds)
         needed = working_set([Session(0.0, (one.turn,)) for one in asks], BLOCK)
         num_blocks = max(int(needed * SCALES[kind].cache), LONGEST // BLOCK + SPARE)
         pair: dict[str, Any] = {}
-        for name, policy in ((WITHOUT, LRU), (WITH, HINTED))[:: 1 if asked.seed % 2 else -1]:
-            log = str(asked.keep / f"{kind}-{asked.seed}-{name}") if asked.keep else ""
+        for name, policy in ((WITHOUT, LRU), (WITH, HINTED))[:: -1 if (asked.seed + repeat) % 2 else 1]:
+            log = str(asked.keep / f"{kind}-{asked.seed}-{repeat}-{name}") if asked.keep else ""
             with serving(*options(asked, policy, int(of_block * num_blocks), log)) as server:
                 pair[name] = asyncio.run(window(server, vocab_size, asks, retains=name == WITH))
                 num_blocks = server.num_blocks
@@ -254,6 +256,7 @@ def main() -> None:
     parser.add_argument("--traffic", nargs="+", choices=tuple(SCALES), default=tuple(SCALES), help="kinds")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a window")
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn")
+    parser.add_argument("--repeats", type=int, default=1, help="pairs of each kind")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the servers' event logs here")
     asked = parser.parse_args()
     rows = json.loads(asked.json.read_text())["rows"] if asked.json.exists() else []

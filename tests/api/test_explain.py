@@ -177,16 +177,19 @@ def test_a_worker_that_was_killed_is_replaced_before_the_explanation(server: Ser
 
 
 def test_a_response_is_complete_without_its_explanation(server: Server) -> None:
-    """Where its workers end again and again."""
+    """Where its workers end again and again; on a busy machine one may answer before it is killed."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(
-            lambda: server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json())
-        while not asked.done():
-            for worker in children(server.process.pid, b"slotwise.observe.explain"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
-        answer, told = asked.result(), asked.result()["slotwise"]["explain"]
-        assert answer["usage"]["completion_tokens"] == 3
+        for _ in range(20):
+            asked = pool.submit(
+                lambda: server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 3, "explain": True}).json())
+            while not asked.done():
+                for worker in children(server.process.pid, b"slotwise.observe.explain"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker, signal.SIGKILL)
+            answer, told = asked.result(), asked.result()["slotwise"]["explain"]
+            assert answer["usage"]["completion_tokens"] == 3
+            if not told["requests"]:
+                break
         assert told["requests"] == [] and told["error"]["code"] == "not_explained"
         assert _asked(server)
 

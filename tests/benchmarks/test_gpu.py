@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,8 @@ def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_parts_of_the_server_and_of_ranks():
-    found = [parts.run(part, rehearse=True, time_left=600.0) for part in parts.PARTS if part.name in ("serve", "ranks")]
+    found = [parts.run(replace(part, seconds=400.0), rehearse=True, time_left=400.0)  # a busy machine's
+             for part in parts.PARTS if part.name in ("serve", "ranks")]
     assert [part["status"] for part in found] == [parts.OK] * 2, found
     server, ranks = found[0]["figures"]["server"], found[1]["figures"]["ranks"]
     assert server["streams"] == 48 and server["left"] == 16 and server["preemptions"] > 0

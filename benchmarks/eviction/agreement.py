@@ -91,9 +91,9 @@ class Ask(NamedTuple):
     turn: Turn
 
 
-def sessions_of(kind: str, trace: Path, seed: int) -> list[tuple[Session, bool]]:
+def sessions_of(kind: str, scales: Scale, trace: Path, seed: int) -> list[tuple[Session, bool]]:
     """Returns sessions at the traffic's own times, and whether each of them may request retention."""
-    every, scale, _ = SCALES[kind]
+    every, scale, _ = scales
     if kind == AGENTS:
         recipe = Agents(num_sessions=round(AGENT_STARTS * TRAFFIC_SECONDS / 60 / every), scale=scale,
                         rate=AGENT_STARTS / 60 / every)
@@ -234,17 +234,18 @@ def pairs_of(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         of_block = PROBED / server.num_blocks
         _, vocab_size = resolve(BenchTarget(server.url))
     for repeat, kind in product(range(asked.repeats), asked.traffic):
-        sessions = sessions_of(kind, asked.trace, asked.seed)
+        scales = SCALES[kind]._replace(every=SCALES[kind].every * asked.fewer)
+        sessions = sessions_of(kind, scales, asked.trace, asked.seed)
         asks = asks_of(sessions, asked.seconds)
         needed = working_set([Session(0.0, (one.turn,)) for one in asks], BLOCK)
-        num_blocks = max(int(needed * SCALES[kind].cache), LONGEST // BLOCK + SPARE)
+        num_blocks = max(int(needed * scales.cache), LONGEST // BLOCK + SPARE)
         pair: dict[str, Any] = {}
         for name, policy in ((WITHOUT, LRU), (WITH, HINTED))[:: -1 if (asked.seed + repeat) % 2 else 1]:
             log = str(asked.keep / f"{kind}-{asked.seed}-{repeat}-{name}") if asked.keep else ""
             with serving(*options(asked, policy, int(of_block * num_blocks), log)) as server:
                 pair[name] = asyncio.run(window(server, vocab_size, asks, retains=name == WITH))
                 num_blocks = server.num_blocks
-        yield {"traffic": kind, "seed": asked.seed, "seconds": asked.seconds, **SCALES[kind]._asdict(),
+        yield {"traffic": kind, "seed": asked.seed, "seconds": asked.seconds, **scales._asdict(),
                "requests": len(asks), "blocks": num_blocks, "needed_blocks": needed, **pair}
 
 
@@ -256,6 +257,8 @@ def main() -> None:
     parser.add_argument("--traffic", nargs="+", choices=tuple(SCALES), default=tuple(SCALES), help="kinds")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a window")
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn")
+    parser.add_argument("--fewer", type=int, default=1, metavar="N",
+                        help="send one in N of these sessions, for a slow machine")
     parser.add_argument("--repeats", type=int, default=1, help="pairs of each kind")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the servers' event logs here")
     asked = parser.parse_args()

@@ -519,8 +519,8 @@ def perplexity_in_words() -> str:
     best, *rows = [row for row in load("perplexity-cpu")["perplexity"] if row["cache"] == "auto"]
     told = {"bfloat16": "in bfloat16", "int8, bfloat16": "with `--quantization int8`",
             "int4, bfloat16": "with `--quantization int4`"}
-    costs = [f"{row['perplexity'] / best['perplexity'] - 1:.1%} {told[row['weights']]}"
-             for row in rows if row["weights"] in told]
+    above = {told[row["weights"]]: row["perplexity"] / best["perplexity"] - 1 for row in rows if row["weights"] in told}
+    costs = [f"{f'{share:.1%}' if share >= 0.0005 else 'less than 0.1%'} {kind}" for kind, share in above.items()]
     return (f"The perplexity of SmolLM2-135M-Instruct rises above that in float32 by {', '.join(costs[:-1])}, and "
             f"{costs[-1]}.")
 

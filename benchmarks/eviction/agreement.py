@@ -80,7 +80,7 @@ class Scale(NamedTuple):
     cache: float  # share of the different blocks that the cache has
 
 
-SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 1 / 3), AGENTS: Scale(4, 1 / 48, 1 / 3), PREFIXES: Scale(25, 1 / 8, 1 / 3)}
+SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 0.5), AGENTS: Scale(4, 1 / 48, 0.125), PREFIXES: Scale(25, 1 / 8, 0.125)}
 
 
 class Ask(NamedTuple):

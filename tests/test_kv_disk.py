@@ -12,6 +12,7 @@ from support.live import Live, cli, serving
 from support.live_server import eventually
 
 from slotwise import LLM, SamplingParams, builtin
+from slotwise.compose import engine_builder
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.transfer.kv_transfer_config import PRODUCER, TCP, KVTransferConfig
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -178,6 +179,23 @@ def test_an_llm_finds_what_another_has_computed(tmp_path: Path, monkeypatch: pyt
             other.reset_prefix_cache()
             assert not list((tmp_path / "blocks").glob("*.kv")) and run(other)[1] == LENGTH - BLOCK
         del other
+
+
+def test_blocks_of_weights_that_could_not_be_calibrated_are_others(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskLink, "_seconds_to_compute", lambda *blocks: 60.0)
+    settings = {"quantization": "int4", "max_num_seqs": 2, "block_size": BLOCK, "packed_weights_cache": 0,
+                "kv_disk": str(tmp_path / "blocks"), "kv_disk_size": 1}
+    params = SamplingParams(temperature=0, max_tokens=1)
+    num_kept = 0
+    for obstacle, is_read in (("", False), ("there is no memory", False), ("there is no memory", True), ("", True)):
+        monkeypatch.setattr(engine_builder, "_calibration_obstacle", lambda *model, why=obstacle: why)
+        llm = LLM(**settings)
+        (output,) = llm.generate([{"prompt_token_ids": prompt(0)}], params, use_tqdm=False)
+        assert bool(output.num_cached_tokens) == is_read
+        num_kept += 0 if is_read else LENGTH // BLOCK
+        eventually(lambda number=num_kept: len(list((tmp_path / "blocks").glob("*.kv"))) == number)
+        del llm
 
 
 @pytest.mark.parametrize(("settings", "why"), [

@@ -103,6 +103,8 @@ def test_text_blocks_are_one_text(client: Any, server: Server) -> None:
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
     ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
      "redacted_thinking"),
+    ({"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}, "not supported"),
+    ({"system": [{"type": {"image": 1}, "text": "a"}]}, "not supported"),
     ({"system": [{"type": "image"}]}, "system"), ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking: this model does not reason"),

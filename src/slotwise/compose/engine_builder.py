@@ -413,11 +413,11 @@ CALIBRATED_CACHE = 4.0
 
 def read_weights(
     config: EngineConfig, unread: UnreadModel, kernels: Kernels, folder: Path, progress: Progress,
-) -> Decoder:
+) -> tuple[Decoder, bool]:
     """Reads and packs the weights of the model, or takes their panels from disk, where an option keeps them.
 
     Weights that are rounded to few bits are calibrated, unless that takes more memory than there is; their panels are
-    kept, because that takes seconds.
+    kept, because that takes seconds.  Returns whether they could be, too: else the same checkpoint has other weights.
     """
     from slotwise.compute.kernels.cpu.products import packed_file
 
@@ -431,12 +431,12 @@ def read_weights(
     if is_calibrated and not (key and packed_file.is_kept(key)) and (why := _calibration_obstacle(unread, kernels)):
         logger.warning("quantization %s of %s: weights are rounded without calibration, which loses more, because %s",
                        config.quantization, folder, why)
-        return read()
+        return read(), False
     with packed_file.kept(launcher_of(kernels), key, int(most * 2**30), copies=asked is None) if key else (
             nullcontext(enter_result=False)) as are_kept:
         if not is_calibrated or are_kept:
-            return read()
-        return read_calibrated(packing_of(kernels), read, partial(progress, "calibration"))
+            return read(), True
+        return read_calibrated(packing_of(kernels), read, partial(progress, "calibration")), True
 
 
 def _calibration_obstacle(unread: UnreadModel, kernels: Kernels) -> str:
@@ -803,10 +803,11 @@ def load(
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None
     with _threads(packing):
-        decoder = read_weights(config, unread, kernels, folder, progress)
+        decoder, is_whole = read_weights(config, unread, kernels, folder, progress)
         draft = None if found.draft is None else found.draft.read(config.max_model_len, partial(progress, "weights"))
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, identity=identity,
-                  content=content, vocabulary=vocabulary, draft=draft, ranks=ranks)
+                  content=content if is_whole else (lambda: f"{content()} uncalibrated"), vocabulary=vocabulary,
+                  draft=draft, ranks=ranks)
 
 
 def _digested(folder: Path) -> Callable[[], str]:

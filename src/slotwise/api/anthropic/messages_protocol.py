@@ -294,7 +294,7 @@ def _text(where: str, content: object, param: str = "messages") -> str:
 
 def _unsupported(where: str, block: object, param: str = "messages") -> Exception:
     kind = block.get("type") if isinstance(block, Mapping) else None
-    if kind in MEDIA:
+    if isinstance(kind, str) and kind in MEDIA:
         return bad_request(f"{where}.content: the model takes text only; a block of type {kind} holds {MEDIA[kind]}",
                            param, "unsupported_content")
     if kind in ("text", "thinking", "tool_use", "tool_result"):

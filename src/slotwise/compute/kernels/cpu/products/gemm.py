@@ -171,7 +171,7 @@ def finish_row(
     for v, result in enumerate(results):
         if kind == types.uint16:
             result = round_to_bfloat16(builder, result)
-        write(builder, result, behind(builder, target, v * kind.bitwidth * 2), align=2)
+        write(builder, result, behind(builder, target, v * result.type.count * kind.bitwidth // 8), align=2)
 
 
 PLAIN, GATED, WIDE = range(3)
@@ -211,7 +211,8 @@ def _load(builder: ir.IRBuilder, address: ir.Value, kind: ElementType) -> ir.Val
     return widened(builder, value) if kind == types.uint16 else value
 
 
-def _broadcast(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def broadcast(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The float32 at `address` in every lane."""
     return spread(builder, builder.load(pointer(builder, address, SINGLE)), _VECTOR)
 
 
@@ -243,10 +244,14 @@ def _load_pair(builder: ir.IRBuilder, address: ir.Value, upper: ir.Value | None)
     return [builder.bitcast(half, _VECTOR) for half in (low, high)]
 
 
-def _load_columns(
-    builder: ir.IRBuilder, address: ir.Value, vectors: int, kind: ElementType, upper: ir.Value | None
+def load_columns(
+    builder: ir.IRBuilder, address: ir.Value, vectors: int, kind: ElementType, upper: ir.Value | None = None
 ) -> list[ir.Value]:
-    """One or two `vectors` that lie together in a row of B."""
+    """One or two `vectors` that lie together in a row of B.
+
+    Args:
+        upper: of `_upper_halves`.
+    """
     if kind != types.uint16 or vectors == 1:
         size = LANES * kind.bitwidth // 8
         return [_load(builder, behind(builder, address, v * size), kind) for v in range(vectors)]
@@ -272,9 +277,9 @@ def _accumulate(
     for offset in pairs:
         place = builder.add(line, offset)
         prefetch(builder, builder.add(place, operands.ahead), together * LANES * kind.bitwidth // 8)
-        panel += _load_columns(builder, place, together, kind, upper)
+        panel += load_columns(builder, place, together, kind, upper)
     for row in range(rows):
-        factor = _broadcast(builder, behind(builder, column, row * STRIP_ROW_BYTES))
+        factor = broadcast(builder, behind(builder, column, row * STRIP_ROW_BYTES))
         results += [fma(builder, factor, panel[v], sums[row * vectors + v]) for v in range(vectors)]
     _, line, *sums = turns.close([behind(builder, column, 4), builder.add(line, operands.row_bytes), *results])
     return strips.close([builder.add(strip, operands.strip_bytes), line, *sums])[2:]

@@ -20,8 +20,8 @@ While a thread multiplies a panel, its next panel is prefetched, a share of it w
 Results beyond the last output are computed and dropped.
 
 Here bfloat16 is widened to float32 on its way into registers, by `gemm.py`, for processors that multiply nothing
-smaller (`paths.py`).  float32 products take the same path, which makes a token's result independent of its batch-mates,
-bit for bit.
+smaller (`paths.py`) and have no kernel of their own (`linear_widened.py`).  float32 products take the same path, which
+makes a token's result independent of its batch-mates, bit for bit.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, 
     return packed.product(launcher)
 
 
-# Products with panels of packed weights: the loop that `linear_bf16.py`, `linear_fp16.py` and `linear_fp8.py` share.  A
+# Products with panels of packed weights: the loop that `linear_bf16.py`, `linear_fp16.py` and other modules share.  A
 # `Method` and a `PanelLayout` of the packed weights say what differs.
 
 

@@ -22,6 +22,7 @@ from slotwise.compute.kernels.cpu.products import (
     linear_fp8,
     linear_fp16,
     linear_fp32,
+    linear_widened,
     onednn,
     paths,
 )
@@ -120,6 +121,8 @@ class Packing:
                     for layout in sorted(layouts)]
         if kind == torch.float32 and linear_fp32.has_fp32_gemm():
             return [linear_fp32.PRODUCT.code]
+        if self._path_of(kind) == "float32" and linear_widened.has_widened_gemm():
+            return [linear_widened.PRODUCT[kind].code]
         return {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
@@ -251,6 +254,8 @@ class Packing:
         path = self._path_of(weight.dtype)
         if weight.dtype == torch.float32 and linear_fp32.has_fp32_gemm():
             return linear_fp32.fp32_linear
+        if path == "float32" and linear_widened.has_widened_gemm():
+            return linear_widened.widened_linear
         if path in linear_bf16.PRODUCT:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None

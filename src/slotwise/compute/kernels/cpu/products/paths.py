@@ -1,11 +1,11 @@
 """The paths of products with weights on a CPU: what each needs, and which one is used.
 
     weights      path       products
-    float32      float32    in float32 (`linear_fp32.py`: AVX-512; else `gemm.py`)
+    float32      float32    in float32 (`linear_fp32.py`: AVX-512; `linear_widened.py`: AVX2; else `gemm.py`)
     bfloat16     amx        of tiles (`linear_bf16.py`): AMX
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
                  bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16
-                 float32    widened to float32 on the way into registers (`gemm.py`)
+                 float32    widened to float32 on the way into registers (`linear_widened.py`: AVX2; else `gemm.py`)
                  onednn     by oneDNN, through torch (`onednn.py`); decode steps are not recorded
     int8, int4   amx_int8   of tiles (`linear_blocks.py`): AMX
                  vnni       of bytes, added in fours by one instruction (`linear_blocks.py`): AVX-512 VNNI or AVX-VNNI

@@ -35,9 +35,10 @@ def assembly_of_products() -> str:
     return text
 
 
-def check_sums_of_bytes(assembly: str, instruction: str) -> None:
-    """Bytes are multiplied and added by `instruction` alone, in vectors of 256 bits."""
+def check_sums_of_bytes(assembly: str, *instructions: str) -> None:
+    """Bytes are multiplied and added by each of `instructions`, and by nothing else, in vectors of 256 bits."""
     used = [" ".join(line.split()) for line in assembly.splitlines()]
     of_bytes = [line for line in used if any(each in line for each in ("vpdpbusd", "vpmaddubsw", "vpmaddwd"))]
-    assert of_bytes and all(line.startswith(instruction) and "%ymm" in line for line in of_bytes)
+    assert all(line.startswith(instructions) and "%ymm" in line for line in of_bytes)
+    assert all(any(line.startswith(each) for line in of_bytes) for each in instructions)
     assert not any("%zmm" in line for line in used)

@@ -20,7 +20,7 @@ from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.products import paths
 from slotwise.compute.kernels.cpu.products.block_layout import layout_of, levels_of
 from slotwise.compute.kernels.cpu.products.linear_blocks import blocks_linear, pack_blocks
-from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, stacked
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, StackedMatrix, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
@@ -178,7 +178,24 @@ def test_all_paths_add_the_same_integers(name):
     assert torch.equal(*(kernels_of(path).linear(matrix)(x) for path in ("vnni", "integer")))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4", "4 bits of 64 with zeros"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q5_0", "Q6_K", "Q8_0", "IQ4_NL"])
+def test_the_largest_products_do_not_overflow(name):
+    """Inputs of one size, and codes that are all the highest or all the lowest."""
+    depth = depth_of(name, 300)
+    matrix, signs = of(name, 40, depth), torch.ones(7, depth)
+    signs[1::2] = -1
+    signs[2, ::2] = -1
+
+    def read(first: int, end: int) -> Rows:
+        rows = matrix.read(first, end)
+        codes = torch.tensor([0, (1 << matrix.format.bits) - 1], dtype=torch.uint8)[torch.arange(first, end) % 2]
+        return rows._replace(codes=codes[:, None].expand(rows.codes.shape).contiguous())
+
+    largest = replace(matrix, read=read)
+    assert error(CpuKernels(2).linear(largest)(signs), largest, signs) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "4 bits of 64 with zeros"])
 def test_tiles_add_the_same_integers(name):
     """Tiles of 32 rows, of the 17 and the 9 behind them, and the 8 that vectors multiply; gates, too, and a bias."""
     depth, launcher = depth_of(name, 300), KernelLauncher(2)

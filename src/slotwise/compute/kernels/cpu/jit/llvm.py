@@ -47,6 +47,11 @@ def number(value: int) -> ir.Value:
     return ir.Constant(LONG, value)
 
 
+def unknown(builder: ir.IRBuilder, value: int) -> ir.Value:
+    """An int64 that LLVM does not know at compile time: it unrolls no loop of so many turns."""
+    return builder.asm(ir.FunctionType(LONG, [LONG]), "", "=r,0", [number(value)], False)
+
+
 def all_of(vector: ir.Type, value: float) -> ir.Value:
     """The same number in every lane."""
     return ir.Constant(vector, [value] * vector.count)

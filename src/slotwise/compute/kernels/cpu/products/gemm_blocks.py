@@ -34,6 +34,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     read,
     spread,
     switch,
+    unknown,
     widened,
 )
 from slotwise.compute.kernels.cpu.processor import AVX2, AVX512
@@ -41,10 +42,11 @@ from slotwise.compute.kernels.cpu.products import block_layout
 from slotwise.compute.kernels.cpu.products.block_layout import COLUMNS, PLANES, STEP, BlockLayout
 from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_each_form, read_floats
 from slotwise.compute.kernels.cpu.products.quantize import FACTS
-from slotwise.compute.kernels.cpu.simd import add_fours, pick
+from slotwise.compute.kernels.cpu.simd import add_fours, add_signed_fours, pairs_of_bytes, pairs_of_shorts, pick
 
-# Heights of a tile for which there are enough registers.
-HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)
+# Heights of a tile for which there are enough registers; higher ones than `ROWS_OF_BOTH_HALVES` are multiplied with one
+# half of a panel's columns after the other.
+HEIGHTS, ROWS_OF_BOTH_HALVES = ((1, 2, 3, 4, 6, 8), 8) if AVX512 else ((1, 2, 3, 4), 2)
 TALLEST = HEIGHTS[-1]
 # Columns of a vector of sums.
 LANES = 16
@@ -76,6 +78,29 @@ class BlockPanel(NamedTuple):
     form: ir.Value
     asked: ir.Value
     step: ir.Value
+
+
+MIDDLE = 128
+"""What codes are a distance from, where levels have a sign."""
+# The largest sum in 16 bits, and the largest byte of a row.
+MOST_OF_SHORTS, MOST_OF_ROW = 32767, 127
+
+
+def has_signed_levels(layout: BlockLayout) -> bool:
+    """Whether the path `integer` multiplies distances of levels from `MIDDLE`, and not the levels themselves.
+
+    On AVX2, pairs of products of 255 and 127 do not fit into 16 bits; those of 128 and 127 do.
+    """
+    return AVX2 and bool(layout.is_wide and layout.has_zero)
+
+
+def steps_in_shorts(layout: BlockLayout) -> int:
+    """Steps of a unit whose products can be added in 16 bits, a power of two; 0: not even those of one."""
+    if layout.has_table or layout.is_wide:
+        return 0
+    pairs = MOST_OF_SHORTS // (2 * MOST_OF_ROW * ((1 << layout.bits) - 1))
+    steps = min(layout.unit, pairs * 4) // STEP
+    return 1 << steps.bit_length() - 1 if steps else 0
 
 
 class Unpack:
@@ -246,82 +271,127 @@ class _RegisterTile:
     """Emits the product of a panel and `rows` rows."""
 
     def __init__(
-        self, builder: ir.IRBuilder, rows: int, layout: BlockLayout, panel: BlockPanel, *, by_vnni: bool,
+        self, builder: ir.IRBuilder, rows: int, layout: BlockLayout, panel: BlockPanel, path: ElementType,
     ) -> None:
         self._builder, self._rows, self._layout, self._panel = builder, rows, layout, panel
         self._unpack = Unpack(builder, layout, panel.table)
-        self._by_vnni = by_vnni
+        self._by_vnni = path in (types.uint16, types.uint32)
+        self._is_signed = path == types.uint8 and has_signed_levels(layout)
+        self._in_shorts = 0 if self._by_vnni or AVX512 else steps_in_shorts(layout)
 
     def sums(self) -> list[ir.Value]:
         """Vectors of float32, two per row."""
+        if self._rows <= ROWS_OF_BOTH_HALVES:
+            return self._of_halves(range(VECTORS))
+        by_half = [self._of_halves(range(half, half + 1)) for half in range(VECTORS)]
+        return [sums[row] for row in range(self._rows) for sums in by_half]
+
+    def _of_halves(self, halves: range) -> list[ir.Value]:
+        """Some vectors of float32 per row."""
         builder, layout, panel = self._builder, self._layout, self._panel
         units = layout.record // layout.unit
-        records = Loop(builder, panel.records, 1, [all_of(FLOATS, 0.0)] * (VECTORS * self._rows))
+        records = Loop(builder, panel.records, 1, [all_of(FLOATS, 0.0)] * (len(halves) * self._rows))
         record = builder.add(panel.weights, builder.mul(records.index, number(layout.record_bytes)))
         turns = Loop(builder, number(units), 1, records.values)
         passed = builder.add(builder.mul(records.index, number(units)), turns.index)
-        return records.close(turns.close(self._add_unit(record, turns.index, passed, turns.values)))
+        return records.close(turns.close(self._add_unit(record, turns.index, passed, turns.values, halves)))
 
-    def _add_unit(self, record: ir.Value, unit: ir.Value, passed: ir.Value, so_far: Sequence[ir.Value]
-                  ) -> list[ir.Value]:
+    def _add_unit(
+        self, record: ir.Value, unit: ir.Value, passed: ir.Value, so_far: Sequence[ir.Value], halves: range
+    ) -> list[ir.Value]:
         """`so_far` plus the products of a unit of a record, which `passed` units precede in the panel."""
         builder, layout, panel = self._builder, self._layout, self._panel
         place = builder.mul(passed, panel.unit_rows)
         facts = builder.add(panel.facts, builder.mul(place, number(FACTS)))
         of_rows = [behind(builder, facts, row * FACTS) for row in range(self._rows)]
-        start = [start_of_unit(builder, layout, own) for own in of_rows for _ in range(VECTORS)]
+        start = [start_of_unit(builder, layout, own) for own in of_rows for _ in halves]
         x = builder.add(panel.x, builder.mul(place, number(layout.unit)))
-        totals = self._of_steps(record, unit, passed, x, start)
-        of_weights = factors_of_unit(builder, layout, record, unit)
+        totals = self._of_steps(record, unit, passed, x, start, halves)
+        scales, minimums = factors_of_unit(builder, layout, record, unit)
+        of_weights = scales[halves.start : halves.stop], minimums[halves.start : halves.stop]
         results = []
         for row, own in enumerate(of_rows):
-            both = slice(VECTORS * row, VECTORS * (row + 1))
-            results += add_unit(builder, totals[both], so_far[both], own, of_weights)
+            of_row = slice(len(halves) * row, len(halves) * (row + 1))
+            results += add_unit(builder, totals[of_row], so_far[of_row], own, of_weights)
         return results
 
-    def _of_steps(self, record: ir.Value, unit: ir.Value, passed: ir.Value, x: ir.Value, start: Sequence[ir.Value]
-                  ) -> Sequence[ir.Value]:
-        """The integers of a unit, from `start` on; prefetches meanwhile.
-
-        Of several rows a loop and not copies: with all loads in sight LLVM would hoist them and run out of registers.
-        """
+    def _of_steps(
+        self, record: ir.Value, unit: ir.Value, passed: ir.Value, x: ir.Value, start: Sequence[ir.Value], halves: range
+    ) -> Sequence[ir.Value]:
+        """The integers of a unit, from `start` on; prefetches meanwhile."""
         builder, layout, panel = self._builder, self._layout, self._panel
-        steps = layout.unit // STEP
+        steps, in_shorts = layout.unit // STEP, self._in_shorts
         if self._rows == 1:
             asked = builder.add(panel.asked, builder.mul(passed, builder.mul(panel.step, number(steps))))
             prefetch(builder, asked, layout.record_bytes * layout.unit // layout.record)
-            for index in range(steps):
-                start = self._add_step(record, unit, x, number(index), start)
-            return start
-        turns = Loop(builder, number(steps), 1, start)
-        prefetch_step(builder, layout, panel, builder.add(builder.mul(passed, number(steps)), turns.index))
-        return turns.close(self._add_step(record, unit, x, turns.index, turns.values))
 
-    def _add_step(self, record: ir.Value, unit: ir.Value, x: ir.Value, step: ir.Value, so_far: Sequence[ir.Value]
-                  ) -> list[ir.Value]:
+        def add_step(step: ir.Value, so_far: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            if self._rows > 1 and halves.start == 0:
+                prefetch_step(builder, layout, panel, builder.add(builder.mul(passed, number(steps)), step))
+            return self._add_step(record, unit, x, step, so_far, halves)
+
+        def add_steps(turn: ir.Value, so_far: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            first = builder.mul(turn, number(in_shorts))
+            shorts = self._in_turns(in_shorts, [all_of(_SHORTS, 0)] * len(so_far), lambda step, sums: add_step(
+                builder.add(first, step), sums))
+            return [builder.add(before, pairs_of_shorts(builder, short, all_of(_SHORTS, 1)))
+                    for before, short in zip(so_far, shorts, strict=True)]
+
+        return self._in_turns(steps // in_shorts, start, add_steps) if in_shorts else self._in_turns(
+            steps, start, add_step)
+
+    def _in_turns(
+        self, count: int, start: Sequence[ir.Value],
+        turn: Callable[[ir.Value, Sequence[ir.Value]], Sequence[ir.Value]],
+    ) -> Sequence[ir.Value]:
+        """The values after `count` turns.
+
+        Of several rows a loop and not copies: with all loads in sight LLVM would hoist them and run out of registers.
+        """
+        if self._rows == 1 or count == 1:
+            for index in range(count):
+                start = turn(number(index), start)
+            return start
+        turns = Loop(self._builder, number(count) if AVX512 else unknown(self._builder, count), 1, start)
+        return turns.close(turn(turns.index, turns.values))
+
+    def _add_step(
+        self, record: ir.Value, unit: ir.Value, x: ir.Value, step: ir.Value, so_far: Sequence[ir.Value], halves: range
+    ) -> list[ir.Value]:
         """`so_far` plus the products of two quads of a unit."""
         builder, layout = self._builder, self._layout
         sums = list(so_far)
         quads = self._unpack.quads(record, builder.add(builder.mul(unit, number(layout.unit // STEP)), step))
         x = builder.add(x, builder.mul(step, number(STEP)))
-        for quad, halves in enumerate(quads):
+        for quad, codes in enumerate(quads):
+            fours = []
             for row in range(self._rows):
                 four = read(builder, behind(builder, x, row * layout.unit + quad * 4), WORD, 1)
-                four = builder.bitcast(spread(builder, four, WORDS), _BYTES)
-                for half in range(VECTORS):
-                    at = VECTORS * row + half
-                    sums[at] = add_fours(
-                        builder, sums[at], halves[half], four, by_vnni=self._by_vnni, is_wide=bool(layout.is_wide))
+                fours.append(builder.bitcast(spread(builder, four, WORDS), _BYTES))
+            places = [(row, half) for row in range(self._rows) for half in halves]
+            if not AVX512:  # with few registers, a vector of weights serves all rows before the next is unpacked
+                places.sort(key=lambda place: place[1])
+            for row, half in places:
+                at = len(halves) * row + half - halves.start
+                sums[at] = self._add_products(sums[at], codes[half], fours[row])
         return sums
+
+    def _add_products(self, so_far: ir.Value, codes: ir.Value, four: ir.Value) -> ir.Value:
+        builder = self._builder
+        if self._in_shorts:
+            return builder.add(so_far, pairs_of_bytes(builder, codes, four))
+        if self._is_signed:
+            return add_signed_fours(builder, so_far, builder.xor(codes, all_of(_BYTES, MIDDLE)), four)
+        return add_fours(
+            builder, so_far, codes, four, by_vnni=self._by_vnni, is_wide=bool(self._layout.is_wide))
 
 
 def _block_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
     *addresses, layout, path, kind = arguments
     panel = BlockPanel._make(addresses)
     shape: BlockLayout = layout.instance_class.NUMBERS
-    by_vnni = path in (types.uint16, types.uint32)
     switch(builder, height, HEIGHTS, lambda rows: finish(
-        builder, _RegisterTile(builder, rows, shape, panel, by_vnni=by_vnni).sums(), panel, kind))
+        builder, _RegisterTile(builder, rows, shape, panel, path).sums(), panel, kind))
 
 
 block_gemm: Callable[..., None] = intrinsic(_block_gemm, *[INT] * 13, KIND, KIND, KIND)

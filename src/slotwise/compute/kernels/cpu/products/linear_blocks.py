@@ -46,7 +46,14 @@ from slotwise.compute.kernels.cpu.products.block_layout import (
 )
 from slotwise.compute.kernels.cpu.products.gemm import GATED, PLAIN, WIDE
 from slotwise.compute.kernels.cpu.products.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
-from slotwise.compute.kernels.cpu.products.gemm_blocks import HEIGHTS, TALLEST, block_gemm, factors
+from slotwise.compute.kernels.cpu.products.gemm_blocks import (
+    HEIGHTS,
+    MIDDLE,
+    TALLEST,
+    block_gemm,
+    factors,
+    has_signed_levels,
+)
 from slotwise.compute.kernels.cpu.products.linear import (
     DEPTH,
     FORM,
@@ -402,12 +409,14 @@ def pack_blocks(
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     table = torch.tensor((*levels.table, *[0] * (16 - len(levels.table))), dtype=torch.uint8)
     (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
+    path = path_for(layout, path)
+    zero = levels.zero - (MIDDLE if path == "integer" and has_signed_levels(layout) else 0)
     return PackedBlocks(
         panels, in_panels(added, COLUMNS, is_gated=is_gated), table,
         None if matrix.order is None else matrix.order.argsort().to(torch.int32),
-        torch.zeros(layout.records(matrix.depth) * layout.record), levels.zero << 32 | factor_bits,
+        torch.zeros(layout.records(matrix.depth) * layout.record), zero << 32 | factor_bits,
         layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
-        matrix.outputs // 2 if is_gated else matrix.outputs, path_for(layout, path), launcher.threads)
+        matrix.outputs // 2 if is_gated else matrix.outputs, path, launcher.threads)
 
 
 # Rows of a quantized table, dequantized from the panels that products read: a tied head's embedding takes no memory of

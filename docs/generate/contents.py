@@ -97,6 +97,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "facts of a slow afternoon": simulator.story_facts,
     "neighbors": results.neighbors,
     "decode steps": results.decode_steps,
+    "decode steps on AVX2": results.decode_steps_on_avx2,
+    "pairs on AVX2": results.pairs_on_avx2,
     "speculation": results.speculation,
     "draft costs": results.draft_costs,
     "draft gains": results.draft_gains,

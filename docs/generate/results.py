@@ -306,14 +306,23 @@ def peers_on_the_same_requests() -> str:
 
 
 def decode_steps() -> str:
-    """Returns decode steps against their bounds, by weights and rows."""
+    """Returns decode steps of a processor with AVX-512 BF16 against their bounds, by weights and rows."""
+    return _decode_steps("decode-cpu")
+
+
+def decode_steps_on_avx2() -> str:
+    """Returns the same of a processor without AVX-512."""
+    return _decode_steps("avx2-cpu")
+
+
+def _decode_steps(name: str) -> str:
     def row(weights: str, step: Row) -> tuple[str, ...]:
         by_bytes = step["bytes"] / step["bytes_per_second"]
         bound = max(by_bytes, step["operations"] / step["operations_per_second"])
         return (weights, str(step["rows"]), f"{1e3 * step['seconds']:.1f} ms", f"{step['bytes_per_second'] / 1e9:.0f}",
                 "bytes" if bound == by_bytes else "operations", f"{bound / step['seconds']:.0%}")
 
-    steps = load("decode-cpu")["steps"]
+    steps = load(name)["steps"]
     return table(("weights", "rows>", "step>", "GB/s of reads>", "bound", "of its bound>"),
                  [row(weights, step) for weights in steps for step in steps[weights]])
 
@@ -375,6 +384,32 @@ def roofline() -> str:
     return table(("steps", "number>", "tokens>", "seconds>", "bytes alone>", "operations alone>", "achieved>"), [
         (row["kind"], f"{row['steps']:,}", f"{row['tokens']:,}", f"{row['seconds']:.1f}", f"{row['bytes_seconds']:.1f}",
          f"{row['operations_seconds']:.1f}", f"{row['achieved']:.0%}") for row in load("roofline-cpu")["kinds"]])
+
+
+def roofline_on_avx2() -> str:
+    """Returns the mixed trace on a processor without AVX-512 by weights and seed, and its shares of the roofline."""
+    def row(run: Row) -> tuple[str, ...]:
+        kinds, machine = run["kinds"], run["machine"]
+        shares = [f"{kinds[kind]['achieved']:.0%}" for kind in ("decode", "mixed")]
+        seconds, bound = (sum(kind[name] for kind in kinds.values()) for name in ("seconds", "bound_seconds"))
+        return (run["weights"], str(run["seed"]), f"{run['seconds']:.1f} s", f"{machine['bytes_per_second'] / 1e9:.0f}",
+                f"{machine['operations_per_second'] / 1e9:,.0f}", *shares, f"{bound / seconds:.0%}")
+
+    head = ("weights", "seed>", "took>", "GB/s of reads>", "GFLOP/s of products>", "decode steps>", "mixed steps>",
+            "all steps>")
+    return table(head, [row(run) for run in load("avx2-cpu")["mixed"]])
+
+
+def pairs_on_avx2() -> str:
+    """Returns the decode steps of two commits in turns on a processor without AVX-512, by weights and rows."""
+    def row(weights: str, pair: Row) -> tuple[str, ...]:
+        ratios = sorted(after / before for before, after in zip(pair["before_ms"], pair["after_ms"], strict=True))
+        return (weights, str(pair["rows"]), *(f"{median(pair[name]):.1f} ms" for name in ("before_ms", "after_ms")),
+                f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
+    pairs = load("avx2-cpu")["pairs"]
+    return table(("weights", "rows>", "step before>", "after>", "after ÷ before: median (range)>"),
+                 [row(weights, pair) for weights in pairs for pair in pairs[weights]])
 
 
 def parts() -> str:

@@ -98,6 +98,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "neighbors": results.neighbors,
     "decode steps": results.decode_steps,
     "decode steps on AVX2": results.decode_steps_on_avx2,
+    "mixed trace on AVX2": results.roofline_on_avx2,
     "pairs on AVX2": results.pairs_on_avx2,
     "speculation": results.speculation,
     "draft costs": results.draft_costs,

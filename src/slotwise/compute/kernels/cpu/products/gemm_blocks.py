@@ -10,6 +10,7 @@ depend on other rows.  Nothing can overflow, so every processor computes the sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -364,16 +365,19 @@ class _RegisterTile:
         quads = self._unpack.quads(record, builder.add(builder.mul(unit, number(layout.unit // STEP)), step))
         x = builder.add(x, builder.mul(step, number(STEP)))
         for quad, codes in enumerate(quads):
-            fours = []
-            for row in range(self._rows):
-                four = read(builder, behind(builder, x, row * layout.unit + quad * 4), WORD, 1)
-                fours.append(builder.bitcast(spread(builder, four, WORDS), _BYTES))
+            @functools.cache
+            def four(row: int, quad: int = quad) -> ir.Value:
+                word = read(builder, behind(builder, x, row * layout.unit + quad * 4), WORD, 1)
+                return builder.bitcast(spread(builder, word, WORDS), _BYTES)
+
             places = [(row, half) for row in range(self._rows) for half in halves]
             if not AVX512:  # with few registers, a vector of weights serves all rows before the next is unpacked
+                for row in range(self._rows):
+                    four(row)
                 places.sort(key=lambda place: place[1])
             for row, half in places:
                 at = len(halves) * row + half - halves.start
-                sums[at] = self._add_products(sums[at], codes[half], fours[row])
+                sums[at] = self._add_products(sums[at], codes[half], four(row))
         return sums
 
     def _add_products(self, so_far: ir.Value, codes: ir.Value, four: ir.Value) -> ir.Value:

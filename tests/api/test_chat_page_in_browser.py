@@ -366,7 +366,7 @@ def test_what_a_hostile_model_writes_does_nothing(chromium: Any, server: Live) -
         chat.part("history").get_by_text("Break out").click()
         answer = chat.ended(1)
         body = answer.locator(".body")
-        assert "window.hacked = 1" in body.inner_text(), "it is shown as it was written"
+        expect(body, "it is shown as it was written").to_contain_text("window.hacked = 1")
         assert body.locator("script, img, iframe, form, style, svg, [onclick], [onerror], [onload]").count() == 0
         links = body.locator("a[href]").evaluate_all("all => all.map((one) => [one.protocol, one.rel, one.target])")
         assert {one[0] for one in links} <= {"http:", "https:", "mailto:"}

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,14 +56,22 @@ def application() -> Iterator[str]:
         ray.init("local", num_cpus=4, include_dashboard=False, logging_level="warning", object_store_memory=100 << 20,
                  _temp_dir=folder)
         port = free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        with contextlib.suppress(TimeoutError):  # of a busy machine's proxy, which Ray awaits for 60 seconds
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(app({"arguments": ARGUMENTS, "min_replicas": 2, "max_replicas": 2}))
+        eventually(lambda: accepts(port))
         yield f"http://127.0.0.1:{port}"
         serve.shutdown()
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
     eventually(lambda: before.issuperset(leftovers.running(os.environ[leftovers.MARK])))
+
+
+def accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def servers() -> list[int]:

@@ -36,7 +36,7 @@ LOOKS = {"light": (1120, False), "dark": (1120, True), "narrow": (360, False)}
 PICTURES = (  # of the views in their looks, those that docs/chat-page.md shows
     "empty_light", "empty_narrow", "streaming_dark", "explained_light", "explained_narrow", "timeline_light",
     "timeline_narrow", "tool_call_dark")
-HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
+HOSTILE = """Look: <script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
 [a](javascript:window.hacked=1) [b](data:text/html,x) ![c](http://example.invalid/c.png)
 <iframe src="/timeline"></iframe>
 <a href="#" onclick="window.hacked = 1">d</a> <form action="http://example.invalid"><button>e</button></form>

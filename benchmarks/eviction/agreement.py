@@ -77,10 +77,10 @@ class Scale(NamedTuple):
 
     every: int  # one in so many sessions is sent
     tokens: float  # factor of lengths
-    cache: float  # share of the different blocks that the cache has
 
 
-SCALES = {CONVERSATIONS: Scale(12, 1 / 40, 0.5), AGENTS: Scale(4, 1 / 48, 0.125), PREFIXES: Scale(25, 1 / 8, 0.125)}
+SCALES = {CONVERSATIONS: Scale(12, 1 / 40), AGENTS: Scale(4, 1 / 48), PREFIXES: Scale(25, 1 / 8)}
+CACHE_SHARE = 1 / 3  # of all different blocks: what the cache holds
 
 
 class Ask(NamedTuple):
@@ -93,7 +93,7 @@ class Ask(NamedTuple):
 
 def sessions_of(kind: str, scales: Scale, trace: Path, seed: int) -> list[tuple[Session, bool]]:
     """Returns sessions at the traffic's own times, and whether each of them may request retention."""
-    every, scale, _ = scales
+    every, scale = scales
     if kind == AGENTS:
         recipe = Agents(num_sessions=round(AGENT_STARTS * TRAFFIC_SECONDS / 60 / every), scale=scale,
                         rate=AGENT_STARTS / 60 / every)
@@ -238,7 +238,7 @@ def pairs_of(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sessions = sessions_of(kind, scales, asked.trace, asked.seed)
         asks = asks_of(sessions, asked.seconds)
         needed = working_set([Session(0.0, (one.turn,)) for one in asks], BLOCK)
-        num_blocks = max(int(needed * scales.cache), LONGEST // BLOCK + SPARE)
+        num_blocks = max(int(needed * CACHE_SHARE), LONGEST // BLOCK + SPARE)
         pair: dict[str, Any] = {}
         for name, policy in ((WITHOUT, LRU), (WITH, HINTED))[:: -1 if (asked.seed + repeat) % 2 else 1]:
             log = str(asked.keep / f"{kind}-{asked.seed}-{repeat}-{name}") if asked.keep else ""

@@ -143,7 +143,11 @@ def _sized(
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
     asked = config.offloading_bytes
     room = room_for(longest, kv_blocks.staging_bytes(asked // per_block, per_block))
-    num_blocks = memory_budget.num_blocks(per_block, useful, room.budget)
+    # Of what was asked, blocks that no slot can use keep the prefixes of ended requests.
+    is_asked = config.kv_cache_memory is not None or config.gpu_memory_utilization is not None
+    num_blocks = memory_budget.num_blocks(
+        per_block, useful, room.budget,
+        is_capped=not (is_asked and config.enable_prefix_caching and decoder.config.is_causal))
     beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
     num_host_blocks = memory_budget.num_host_blocks(per_block, asked, beside - freed)
     library = kernels.library_bytes(decoder.config.dtype)

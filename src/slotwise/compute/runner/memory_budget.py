@@ -141,18 +141,21 @@ def gpu_cache_budget(free: int, total: int, workspace: int, asked: int | None, s
     return budget
 
 
-def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int) -> int:
+def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int, *, is_capped: bool = True) -> int:
     """Blocks the cache gets.
 
     Args:
         bytes_per_block: over all layers.
-        useful_blocks: more could never be in use.
+        useful_blocks: the most that requests can hold at once.
         budget: bytes.
+        is_capped: blocks beyond those are of no use.
 
     Raises:
         MemoryError: not even one block fits.
     """
-    blocks = min(budget // bytes_per_block, useful_blocks)
+    blocks = budget // bytes_per_block
+    if is_capped:
+        blocks = min(blocks, useful_blocks)
     if blocks < 1:
         raise MemoryError(
             f"a cache of {budget:,} bytes holds no block: raise kv_cache_memory to at least the {bytes_per_block:,} "

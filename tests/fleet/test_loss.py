@@ -165,3 +165,16 @@ def _refuses(two: Behind) -> bool:
     except httpx.TimeoutException:  # it was accepted, and waits for an engine
         return False
     return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
+
+
+def test_a_change_of_all_replicas_is_not_done_while_one_of_them_is_lost(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path) as two, ThreadPoolExecutor(1) as pool:
+        lost, other = two.replicas
+        os.kill(lost.process.pid, signal.SIGSTOP)
+        change = pool.submit(two.door.client.put, two.door.url + "/admin/scheduling", json={"max_num_seqs": 3})
+        eventually(lambda: other.get("/admin/scheduling").json()["max_num_seqs"] == 3)
+        lost.process.kill()
+        answer = change.result(120)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+        of_lost, of_other = (one.url.removeprefix("http://") for one in two.replicas)
+        assert answer.json()["error"]["message"] == f"replica {of_lost} was lost (done by replica {of_other})"

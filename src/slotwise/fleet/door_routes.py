@@ -105,13 +105,19 @@ async def of_each(door: Door, exchange: HttpExchange) -> None:
     if name:
         await of_one(door, exchange)
         return
+    method, asked = exchange.scope["method"], list(door.replicas.upstreams)
     async with door.clients.bodies.reading(exchange, MAX_SETTINGS) as body:
-        answers = await ask_all(door.replicas.upstreams, exchange, exchange.scope["method"], target, body)
+        answers = await ask_all(asked, exchange, method, target, body)
     if not answers:
         raise no_replica()
-    refusals = [(one.name, answer) for one, answer in answers if answer.status != HTTPStatus.OK]
-    if refusals:
-        raise _refusal(*refusals[0], [one.name for one, answer in answers if answer.status == HTTPStatus.OK])
+    obeyed = [one.name for one, answer in answers if answer.status == HTTPStatus.OK]
+    for one, answer in answers:
+        if answer.status != HTTPStatus.OK:
+            raise _refusal(one.name, answer, obeyed)
+    answered = [one for one, _ in answers]
+    for one in asked:
+        if method != "GET" and one not in answered:  # what was to change may not have
+            raise _lost(one, obeyed)
     await exchange.respond_json({"replicas": {one.name: msgspec.Raw(answer.body) for one, answer in answers}})
 
 
@@ -120,12 +126,16 @@ def _refusal(name: str, answer: Answer, obeyed: Sequence[str]) -> ApiError:
         error = msgspec.json.decode(answer.body, type=ErrorBody).error
     except msgspec.DecodeError:
         return ApiError(HTTPStatus.BAD_GATEWAY, f"replica {name} answered with {answer.status}")
-    others = f" (done by replica {', '.join(obeyed)})" if obeyed else ""
-    return ApiError(answer.status, f"replica {name}: {error.message}{others}", error.param, error.code)
+    return ApiError(answer.status, f"replica {name}: {error.message}{_done_by(obeyed)}", error.param, error.code)
 
 
-def _lost(upstream: Upstream) -> ApiError:
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"replica {upstream.name} was lost", code="replica_lost")
+def _lost(upstream: Upstream, obeyed: Sequence[str] = ()) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"replica {upstream.name} was lost{_done_by(obeyed)}",
+                    code="replica_lost")
+
+
+def _done_by(obeyed: Sequence[str]) -> str:
+    return f" (done by replica {', '.join(obeyed)})" if obeyed else ""
 
 
 async def events(door: Door, exchange: HttpExchange) -> None:

@@ -161,7 +161,7 @@ def test_a_budget_of_reasoning_that_is_used_up_inside_a_draft(servers: Servers, 
 
 def with_drafts(servers: Servers, ask: Callable[[], dict[str, Any]], least: int = 1) -> dict[str, Any]:
     """The answer to a request of whose drafts at least so many were right: beside other work, steps may have none."""
-    for _ in range(20):
+    for _ in range(200):
         answer = ask()
         if num_right(servers.verified()) >= least:
             return answer

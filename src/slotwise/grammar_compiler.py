@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slotwise.core.params import JSON_SCHEMA, REGEX, in_ascii, is_gbnf
+from slotwise.json_pointer import at_pointer
 
 MAX_MESSAGE = 400  # characters
 MAX_GBNF, MAX_GBNF_RULES = 16 << 10, 256  # characters and rules: they are read by Python, beside the engine's steps
@@ -160,19 +161,6 @@ def _alternatives(schema: Any, places: list[tuple[str, Any]]) -> list[tuple[str,
         if not parts or one.keys() - WRAPPING:
             found.append((place, one))
     return found or places
-
-
-def at_pointer(schema: Any, path: str) -> Any:
-    """What stands at a JSON pointer without its first slash; None where there is nothing."""
-    for part in path.split("/") if path else ():
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
-            schema = schema[int(name)]
-        elif isinstance(schema, dict):
-            schema = schema.get(name)
-        else:
-            return None
-    return schema
 
 
 def _keys_of(output: str) -> list[str | int]:

@@ -24,7 +24,7 @@ from slotwise.api.app import ROUTES
 from slotwise.api.generate.context import MAX_OF_ONE, MAX_SUBSCRIBERS
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import RequestEnd, StepRecord
+from slotwise.core.record import CompiledGrammar, DiskNews, ReceivedBlocks, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
 from slotwise.observe import event_log, log_file
@@ -270,6 +270,24 @@ def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
     assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].spec.params == SamplingSpec(max_tokens=4)
     assert (seen[3].tokens, seen[3].result.tokens) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
     assert [end.message for end in seen[3].ended] == ["own", ""]
+
+
+def test_a_curtain_hides_drafts_forced_tokens_and_what_is_said_of_others_grammars_and_blocks() -> None:
+    """Of every column of a step with tokens or words."""
+    tenant_filter = TenantFilter("mine")
+    tenant_filter.before(event_log.RequestEntry(1, 1, Add(0, RequestSpec((), SamplingSpec(), salt="mine:x"), name="a")))
+    step = record_of(0, 1, 2, numbers=(0, 1), tokens=((5, 6), (7, 8)))
+    rows = ((5,), (7,))
+    blocks = (ReceivedBlocks(0, 1, True, "words"), ReceivedBlocks(1, 1, True, "words"))
+    seen = tenant_filter.before(step._replace(
+        plans=(step.plan._replace(drafts=rows),), result=step.result._replace(forced=rows, drafts=rows),
+        inputs=step.inputs._replace(compiled=(CompiledGrammar(0, "words"), CompiledGrammar(1, "words")),
+                                    arrivals=blocks, acknowledged=("words",), disk=DiskNews(arrivals=blocks))))
+    assert isinstance(seen, StepRecord)
+    assert seen.plan.drafts == seen.result.drafts == seen.result.forced == ((5,), (0,))
+    for told in (seen.inputs.compiled, seen.inputs.arrivals, seen.inputs.disk.arrivals):
+        assert [one[-1] for one in told] == ["words", ""]
+    assert seen.inputs.acknowledged == ("",)
 
 
 def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:

@@ -238,6 +238,7 @@ def test_items_become_a_chat() -> None:
         {"role": "developer", "content": "be short"}, {"role": "user", "content": [
             {"type": "input_text", "text": "weather?"}]},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "call it"}]},
+        {"type": "reasoning", "id": "s", "summary": [{"type": "summary_text", "text": "now"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "one moment"}]},
         {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
         {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
@@ -248,7 +249,7 @@ def test_items_become_a_chat() -> None:
               for place, name, arguments in ((1, "weather", '{"city": "Rome"}'), (2, "time", "{}"))]
     assert messages_of(items) == [
         {"role": "developer", "content": "be short"}, {"role": "user", "content": "weather?"},
-        {"role": "assistant", "content": "one moment", "reasoning_content": "call it", "tool_calls": called},
+        {"role": "assistant", "content": "one moment", "reasoning_content": "call it\nnow", "tool_calls": called},
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         {"role": "tool", "tool_call_id": "c2", "content": "noon"}, {"role": "assistant", "content": "Sunny."}]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from text.conftest import FAMILIES
 
 from slotwise.text.tokenizer import TextTooLong, Tokenizer, TokenizerError
 
@@ -67,6 +68,30 @@ def test_a_hopelessly_long_text_is_refused_unread(folder: Path) -> None:
     with pytest.raises(TextTooLong, match="80000 characters"):
         tokenizer.encode(text, max_tokens=100)
     assert len(tokenizer.encode(text, max_tokens=80_000)) > 10_000
+
+
+LONG = [" " * 5000, "A" * 5000, "hello" + " " * 20_000 + "world " + "A" * 5000, "\u03b1\u0313\u0300\u0345" * 2000,
+        "\n" * 5000, "\u200b" * 5000, "<s>" * 3000, "<s>" + " " * 9000, "\u65e5\u672c" * 3000]
+
+
+@pytest.mark.parametrize("change", ["", "nfc", "strip", "stripping token", "removed"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_no_text_is_refused_that_has_few_tokens(family: str, change: str) -> None:
+    inner = FAMILIES[family]()
+    if change in ("nfc", "strip"):
+        own = [inner.normalizer] if inner.normalizer is not None else []
+        first = tokenizers.normalizers.NFC() if change == "nfc" else tokenizers.normalizers.Strip()
+        inner.normalizer = tokenizers.normalizers.Sequence([first, *own])
+    if change == "stripping token":
+        inner.add_special_tokens([tokenizers.AddedToken("<s>", rstrip=True)])
+    if change == "removed":
+        own = [inner.pre_tokenizer] if inner.pre_tokenizer is not None else []
+        first = tokenizers.pre_tokenizers.Split(" ", "removed")
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([first, *own])
+    tokenizer = Tokenizer(inner)
+    for text in LONG:
+        number = len(inner.encode(text).ids)
+        assert len(tokenizer.encode(text, max_tokens=number)) == number
 
 
 def test_short_and_long_texts_are_encoded_alike(folder: Path) -> None:

@@ -22,7 +22,8 @@ from functools import lru_cache
 from typing import Any
 
 from slotwise.core.params import JSON_SCHEMA, LARK
-from slotwise.grammar_compiler import COMPILER, OF_NAMES, at_pointer, compiled, died, message_of, tokenizer_of
+from slotwise.grammar_compiler import COMPILER, OF_NAMES, compiled, died, message_of, tokenizer_of
+from slotwise.json_pointer import at_pointer
 
 NUM_BYTES = 256
 WALKS, STEPS = 24, 100  # random texts of a grammar, or of a part of it, and tokens of each

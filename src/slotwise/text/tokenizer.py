@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,8 @@ SAMPLES = ("a", " the\n", "Zürich 12", "日本🙂")  # encoded and decoded at 
 MAX_SAMPLE = 4096  # tokens, or characters, that a sample may become
 MAX_SAMPLE_SECONDS = 1.0  # of computing
 MAX_RULES = 64  # published ones have up to a dozen
+SPLITS = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")  # that keep a text whole, unless they say Removed
+COMPOSED = 4  # characters that NFC makes one of, at most
 MAX_GROWTH = 256  # characters that a tokenizer's rules may write for one, or before a text
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)  # not failures of the library
 SHOWN = 3  # tokens that a warning names
@@ -319,14 +321,31 @@ class Tokenizer:
         return tuple(map(self.token_text, sorted(self.special_ids)))
 
     @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token: no text of n tokens has more than n times as many."""
-        return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
+    def longest_token(self) -> int | None:
+        """The most characters of a text that one token stands for; None: any number.
+
+        WordPiece drops white space and makes one token of an unknown word, an added token may take the white space
+        around it, and a normalizer may shorten a text as it likes.  A model of bytes drops nothing, and NFC makes one
+        character of at most four.
+        """
+        model = self.inner.model
+        normalizers = _steps_of(self.inner.normalizer, "normalizers")
+        splits = _steps_of(self.inner.pre_tokenizer, "pretokenizers")
+        has_bytes = isinstance(model, tokenizers.models.BPE) and (
+            model.byte_fallback or any(step["type"] == "ByteLevel" for step in splits))
+        if not has_bytes or not all(map(_keeps_length, normalizers)) or any(
+                step["type"] not in SPLITS or step.get("behavior") == "Removed" for step in splits) or any(
+                token.lstrip or token.rstrip for token in self.inner.get_added_tokens_decoder().values()):
+            return None
+        longest = max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
+        return longest * (COMPOSED if any(step["type"] == "NFC" for step in normalizers) else 1)
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
         """Raises TextTooLong if `text` must have more than `max_tokens` tokens."""
-        if max_tokens is not None and len(text) > SHORT and len(text) > max_tokens * self.longest_token:
-            least = -(-len(text) // self.longest_token)
+        if max_tokens is None or len(text) <= max(SHORT, max_tokens) or self.longest_token is None:
+            return
+        least = -(-len(text) // self.longest_token)
+        if least > max_tokens:
             raise TextTooLong(f"{len(text)} characters in tokens of at most {self.longest_token}", least)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
@@ -487,6 +506,26 @@ def _check_rules(description: dict[str, Any]) -> None:
                 growth *= max(1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", ""))))
             if max(growth, len(step.get("prepend") or "")) > MAX_GROWTH:
                 raise TokenizerError(f"its {name} writes more than {MAX_GROWTH} characters for one")
+
+
+def _steps_of(part: tokenizers.normalizers.Normalizer | tokenizers.pre_tokenizers.PreTokenizer | None, name: str,
+              ) -> list[dict[str, Any]]:
+    """A part as `tokenizer.json` describes it, as a list.  Args: name: of the steps of a sequence."""
+    waiting: list[dict[str, Any]] = [json.loads(part.__getstate__())] if part is not None else []
+    found = []
+    while waiting:
+        step = waiting.pop(0)
+        inner = step.get(name)
+        waiting = [*inner, *waiting] if inner is not None else waiting
+        found += [step] if inner is None else []
+    return found
+
+
+def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    """Whether a normalizer leaves a text at least as long as it was, or makes one character of at most COMPOSED."""
+    if normalizer["type"] == "Replace":
+        return len(normalizer["content"]) >= len(normalizer["pattern"].get("String", " " * (MAX_GROWTH + 1)))
+    return normalizer["type"] in ("NFC", "NFD", "Prepend")
 
 
 @contextlib.contextmanager

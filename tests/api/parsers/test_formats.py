@@ -120,6 +120,8 @@ EXAMPLES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ('[weather(city="Paris"), time()]', "", [PARIS, ("time", "{}")]),
         ("<|python_start|>[weather(city='it\\'s, (', days=-3, where=[1, {'a': None}], note=true)]<|python_end|>", "",
          [("weather", '{"city": "it\'s, (", "days": -3, "where": [1, {"a": null}], "note": true}')]),
+        ('[weather(city="a\nb\\n\'", where=[1,\n\'c\nd\'])]', "",
+         [("weather", '{"city": "a\\nb\\n\'", "where": [1, "c\\nd"]}')]),
         ("[weather(city=some thing)]", "", [("weather", '{"city": "some thing"}')]),
         ("[other(a=1)]", "[other(a=1)]", []), ("[1, 2]", "[1, 2]", []), ("Hello [time()]", "Hello [time()]", []),
         ("[time(1)]", "1)]", [("time", "")]),
@@ -156,6 +158,8 @@ EXAMPLES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("<tool_call>weather<arg_key>city</arg_key><arg_value>a\n</arg_value></tool_call>", "",
          [("weather", '{"city": "a\\n"}')]),
         ('<tool_call>{"name": "time"}</tool_call>', '<tool_call>{"name": "time"}</tool_call>', []),
+        ("<tool_call>weather<arg_key>city</arg_key><arg_value><![CDATA[x]]> and more</arg_value></tool_call>", "",
+         [("weather", '{"city": "<![CDATA[x]]> and more"}')]),
     ],
     "hy3": [
         ("<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n<arg_key:opensource>city"
@@ -304,6 +308,30 @@ assert EXAMPLES.keys() == TOOL_PARSERS.keys()
     (tools, *one) for tools, examples in EXAMPLES.items() for one in examples])
 def test_what_an_output_means(tools: str, text: str, content: str, called: list[tuple[str, str]]) -> None:
     assert calls(tools, text) == (content, called)
+
+
+FILE = "<tool_call>\n<function=weather>\n<parameter=city>\n<![CDATA[a]]>\n</parameter>\n"
+
+
+@pytest.mark.parametrize(("tools", "text", "content", "called"), [
+    ("qwen3_xml", FILE + "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>", "",
+     [("weather", '{"city": "<![CDATA[a]]>", "days": 2}')]),
+    ("qwen3_xml", FILE + "<param", "<param", [("weather", '{"city": "<![CDATA[a]]>"')]),
+    ("qwen3_xml", FILE + "</func", "</func", [("weather", '{"city": "<![CDATA[a]]>"')]),
+    ("qwen3_xml", FILE, "", [("weather", '{"city": "<![CDATA[a]]>"')]),
+    ("qwen3_xml", FILE + "</function>", "", [("weather", '{"city": "<![CDATA[a]]>"}')]),
+    ("glm45", "<tool_call>wea", "<tool_call>wea", []), ("glm45", "<tool_call>time", "<tool_call>time", []),
+    ("minimax_m3", ']<]minimax[>[<invoke name="weather">]<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[<c', "",
+     [("weather", '{"days": 3')]),
+    ("minimax_m3", ']<]minimax[>[<invoke name="weather">]<]minimax[>[<days>3]<]minimax[>[</days>', "",
+     [("weather", '{"days": 3')])])
+def test_a_call_that_max_tokens_cuts_is_not_complete(
+        tools: str, text: str, content: str, called: list[tuple[str, str]]) -> None:
+    """A client may execute whatever is valid JSON."""
+    chosen, written = coded(tools, "", text)
+    parser = chosen.parser(TOOLS)
+    found = gathered([*parser.feed(written), *parser.end(is_cut=True)])
+    assert (found.content.strip(), [(call.name, call.arguments) for call in found.calls]) == (content, called)
 
 
 @pytest.mark.parametrize("tools", ["hermes", "mistral", "llama3_json", "pythonic", "openai"])

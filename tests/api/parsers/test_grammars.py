@@ -9,7 +9,7 @@ import llguidance
 import pytest
 
 from slotwise.api.parsers.base_parser import gathered
-from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex
+from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex, types_of
 from slotwise.api.parsers.parser_table import OutputFormat
 from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
 
@@ -220,6 +220,50 @@ def test_arguments_that_are_not_json_match_their_schema(tokenizer: Any, tools: s
     parser = form.parser({"trip": TRIP}, None, is_written=True)
     (call,) = gathered(parser.feed(form.markers({}).of(right)) + parser.end()).calls
     assert json.loads(call.arguments) == {"to": "Zürich\nHB", "days": 3, "class": "second", "stops": ["Bern", "Olten"]}
+
+
+VERSIONS: dict[str, Any] = {
+    "type": "object", "$defs": {"Version": {"enum": ["3.9", "3.10"], "title": "Version"}},
+    "properties": {
+        "named": {"$ref": "#/$defs/Version"}, "maybe": {"anyOf": [{"$ref": "#/$defs/Version"}, {"type": "null"}]},
+        "alone": {"allOf": [{"$ref": "#/$defs/Version"}], "default": "3.9"}, "one": {"const": "1e3"},
+        "free": {"$ref": "#/properties/text"}, "text": {"type": "string"}, "count": {"enum": [1, 2]},
+        "either": {"enum": ["1.10", None]}}}
+
+
+@pytest.mark.parametrize("tools", sorted(XML))
+def test_texts_that_look_like_numbers_are_texts_where_the_schema_says_so_in_any_way(tokenizer: Any, tools: str) -> None:
+    form = OutputFormat(tools, "", IDS)
+    schema = VERSIONS | {"required": [*VERSIONS["properties"]]}
+    given = Schemas({"f": json.dumps(schema | FLEXIBLE)}, given={"f": schema})
+    syntax = TOOL_PARSERS[tools].layout.syntax
+    parameters = syntax.parameters if syntax is not None else None
+    assert syntax is not None and parameters is not None
+
+    def written(**values: str) -> str:
+        text = "\n".join(parameters.before + key + parameters.middle + value + parameters.after
+                         for key, value in values.items())
+        return (syntax.opening + syntax.before + "f" + syntax.middle + text + syntax.after
+                + syntax.closing).replace("\1", "\n")
+
+    values = {"named": "3.10", "maybe": "3.10", "alone": "3.9", "one": "1e3", "free": "1.50", "text": "null",
+              "count": "2", "either": "1.10"}
+    for right, meant in ((values, values | {"count": 2}), (values | {"maybe": "null", "either": "null"}, values | {
+            "count": 2, "maybe": None, "either": None})):
+        for grammar in (form.grammar_of_calls(given, None), form.grammar_of_strict(given, None)):
+            assert accepts(tokenizer, grammar, written(**right))
+            assert not accepts(tokenizer, grammar, written(**right | {"named": "3.11"}))
+        for is_written in (True, False):
+            parser = form.parser({"f": schema}, None, is_written=is_written)
+            (call,) = gathered(parser.feed(form.markers({}).of(written(**right))) + parser.end()).calls
+            assert json.loads(call.arguments) == meant
+
+
+def test_schemas_that_refer_to_themselves_have_an_end() -> None:
+    root: dict[str, Any] = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}, "c": {
+        "anyOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/c"}, {"type": "string"}, 5]}}}
+    assert types_of({"$ref": "#/$defs/a"}, root) == set() and types_of({"$ref": "#/$defs/c"}, root) == {"string"}
+    assert types_of({"$ref": "#/$defs/missing"}, root) == types_of({"$ref": 5, "allOf": 5, "anyOf": 5}, root) == set()
 
 
 def test_optional_arguments_in_python(tokenizer: Any) -> None:

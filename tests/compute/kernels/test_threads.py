@@ -124,7 +124,7 @@ def test_torch_s_threads_do_the_same_work():
 
 def _told(program: str, **environment: str) -> str:
     run = subprocess.run([sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True,
-                         timeout=120)
+                         timeout=280)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -11,7 +11,7 @@ from slotwise.api.generate.context import Observers, ServedEngine, ServerClients
 from slotwise.api.http.api_errors import bad_request
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import ReceivedBlocks, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
 from slotwise.observe import event_log
@@ -64,23 +64,37 @@ class TenantFilter:
         return event_log.RequestEntry(entry.ns, entry.num_prompt, Add(entry.number, hidden, entry.timing))
 
     def _step(self, record: StepRecord) -> StepRecord:
-        own, outcome = self._own, record.outcome
-        tokens = None if outcome.tokens is None else self._covered(record, outcome.tokens)
+        own, result, outcome, inputs = self._own, record.result, record.outcome, record.inputs
+        ids = record.plan.request_ids
+        tokens = None if outcome.tokens is None else self._covered(ids, outcome.tokens)
         ended = tuple([end if end.request_id in own else end._replace(message="") for end in outcome.ended])
-        objections = () if any(record.result.objections) else record.result.objections
-        plans = tuple([plan._replace(lookups=tuple([one for one in plan.lookups if one.request_id in own]))
-                       if plan.lookups else plan for plan in record.plans])
+        objections = () if any(result.objections) else result.objections
+        plans = tuple([plan._replace(
+            drafts=self._covered(plan.request_ids, plan.drafts),
+            lookups=tuple([one for one in plan.lookups if one.request_id in own]))
+            if plan.lookups or plan.drafts else plan for plan in record.plans])
+        if inputs.compiled or inputs.arrivals or inputs.acknowledged or inputs.disk:
+            inputs = inputs._replace(
+                compiled=tuple([one if one.request_id in own else one._replace(objection="")
+                                for one in inputs.compiled]),
+                arrivals=self._unexplained(inputs.arrivals),
+                acknowledged=("",) * len(inputs.acknowledged),
+                disk=inputs.disk and inputs.disk._replace(arrivals=self._unexplained(inputs.disk.arrivals)))
         seen = record._replace(
             plans=plans,
-            result=record.result._replace(tokens=self._covered(record, record.result.tokens), objections=objections),
-            outcome=outcome._replace(tokens=tokens, ended=ended))
+            result=result._replace(tokens=self._covered(ids, result.tokens), forced=self._covered(ids, result.forced),
+                                   drafts=self._covered(ids, result.drafts), objections=objections),
+            outcome=outcome._replace(tokens=tokens, ended=ended), inputs=inputs)
         own.difference_update([end.request_id for end in ended])
         return seen
 
-    def _covered(self, record: StepRecord, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    def _covered(self, ids: Sequence[int], tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of rows, with zeros for those of others.  Args: tokens: () where no row has any."""
         own = self._own
-        return tuple([row if number in own else (0,) * len(row)
-                      for number, row in zip(record.plan.request_ids, tokens, strict=False)])
+        return tuple([row if number in own else (0,) * len(row) for number, row in zip(ids, tokens, strict=False)])
+
+    def _unexplained(self, arrivals: Sequence[ReceivedBlocks]) -> tuple[ReceivedBlocks, ...]:
+        return tuple([one if one.request_id in self._own else one._replace(failure="") for one in arrivals])
 
 
 @about(media_type="application/x-ndjson", statuses=(HTTPStatus.TOO_MANY_REQUESTS,), query=tuple(

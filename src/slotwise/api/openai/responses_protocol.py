@@ -206,7 +206,7 @@ def _continue_turn(turn: Message, where: str, kind: str, item: Json) -> None:
         case "reasoning", _:
             texts = _text(f"{where}.content", item.get("content") or item.get("summary") or [])
             if texts:
-                turn["reasoning_content"] = texts
+                turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), texts])
         case "function_call", {"call_id": str(called), "name": str(name), "arguments": str(arguments)}:
             turn.setdefault("tool_calls", []).append(
                 {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}})

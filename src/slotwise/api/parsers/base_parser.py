@@ -176,6 +176,7 @@ class TextReader:
         self._at = 0
         self._kept: list[str] | None = None
         self.has_ended = False  # no more text comes
+        self.is_cut = False  # the model was not done
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -325,8 +326,8 @@ class OutputParser(Protocol):
         """The parts that `text` completes."""
         ...
 
-    def end(self) -> list[Part]:
-        """The rest, when no more text comes."""
+    def end(self, *, is_cut: bool = False) -> list[Part]:
+        """The rest, when no more text comes.  Args: is_cut: the model was not done, as at `max_tokens`."""
         ...
 
 
@@ -402,8 +403,8 @@ class FormatParser:
         next(self._parsing, None)
         return self._pop()
 
-    def end(self) -> list[Part]:
-        self.reader.has_ended = True
+    def end(self, *, is_cut: bool = False) -> list[Part]:
+        self.reader.has_ended, self.reader.is_cut = True, is_cut
         next(self._parsing, None)
         if not self._num_calls:
             self._parts.append(Content(self._spaces))
@@ -446,10 +447,10 @@ class Chain:
     def feed(self, text: str) -> list[Part]:
         return self._through([Content(text)], self._parsers)
 
-    def end(self) -> list[Part]:
+    def end(self, *, is_cut: bool = False) -> list[Part]:
         found: list[Part] = []
         for place, parser in enumerate(self._parsers):
-            found += self._through(list(parser.end()), self._parsers[place + 1 :])
+            found += self._through(list(parser.end(is_cut=is_cut)), self._parsers[place + 1 :])
         return found
 
     def _through(self, parts: list[Part], parsers: Sequence[OutputParser]) -> list[Part]:
@@ -468,8 +469,8 @@ class SpellingParser:
     def feed(self, text: str) -> list[Part]:
         return self._spelled(self._parser.feed(text))
 
-    def end(self) -> list[Part]:
-        return self._spelled(self._parser.end())
+    def end(self, *, is_cut: bool = False) -> list[Part]:
+        return self._spelled(self._parser.end(is_cut=is_cut))
 
     def _spelled(self, parts: list[Part]) -> list[Part]:
         spelled, found = self._markers.spelled, list[Part]()

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slotwise.api.parsers.base_parser import BREAK, MOST_CALLS, NUMBER, Markers, Parameters, Syntax, Tools
+from slotwise.json_pointer import at_pointer
 
 TEXT = r"TEXT: /(.|\n)*/"
 FREE = {NUMBER: "/[0-9]+/", BREAK: r"/\n?/"}
-LIMITS = ("pattern", "format", "minLength", "maxLength", "allOf", "not", "if", "enum", "const")  # of texts
+LIMITS = ("pattern", "format", "minLength", "maxLength", "allOf", "not", "if", "enum", "const", "$ref")  # of texts
 OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
               "$schema", "strict", "x-guidance"}  # what a schema may have that is written by parameters
 KEY = re.compile(r"[^<>\n\"]+")
@@ -99,16 +100,16 @@ def _parameter_rules(syntax: Parameters, markers: Markers, index: int, schema: A
     """The rule `arguments_INDEX`: the parameters of a tool in the order of its schema; any, where it names none."""
     rules, required, optional = list[str](), list[str](), list[str]()
     properties = schema.get("properties") or {}
-    for number, (key, one) in enumerate(properties.items()):
-        name = f"parameter_{index}_{number}"
+    for number, (key, given) in enumerate(properties.items()):
+        name, one = f"parameter_{index}_{number}", resolved(given, schema)
         after = terms(syntax.after, markers)
-        if is_raw := not syntax.is_json and is_text(one):
+        if is_raw := not syntax.is_json and "string" in types_of(one, schema):
             rules.append(f"{name}_value{_text_until(syntax.after, markers)}")
         else:
             shared = {word: schema[word] for word in ("$defs", "definitions", "x-guidance") if word in schema}
             rules.append(f"{name}_value: %json {json.dumps(shared | one)}")
         value = f"{name}_value" if is_raw else f"{name}_value {after}"
-        if not syntax.is_json and (texts := _texts_of(one)) is not None:
+        if not syntax.is_json and (texts := _texts_of(one, schema)) is not None:
             rules.pop()
             value = f"({' | '.join(terms(text, markers) for text in texts)}) {after}"
         line = "" if syntax.is_json else FREE[BREAK]
@@ -149,22 +150,73 @@ def _is_plain(schema: Mapping[str, Any], *, is_json: bool) -> bool:
         return False
     return {*map(str, required)} <= properties.keys() and all(
         (NAMED_KEY if is_json else KEY).fullmatch(key) and isinstance(one, dict) and (
-            is_json or _texts_of(one) is not None or not is_text(one) or not any(f'"{limit}": ' in json.dumps(one)
-                                                                      for limit in LIMITS))
+            is_json or _is_writable(resolved(one, schema), schema))
         for key, one in properties.items())
 
 
-def is_text(schema: Any) -> bool:
-    """Whether a parameter's value is written as text, and no JSON: a string is among its types."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    inner = [one for name in ("anyOf", "oneOf") for one in (schema.get(name) or ())] if isinstance(schema, dict) else []
-    return kind == "string" or (isinstance(kind, list) and "string" in kind) or any(map(is_text, inner))
+def _is_writable(schema: Any, root: Any) -> bool:
+    """Whether rules describe a parameter that is not JSON where it is a text: one of several, or any."""
+    return _texts_of(schema, root) is not None or "string" not in types_of(schema, root) or not any(
+        f'"{limit}": ' in json.dumps(schema) for limit in LIMITS)
 
 
-def _texts_of(schema: Any) -> list[str] | None:
-    """The only texts that a parameter may have; None: any."""
+def resolved(schema: Any, root: Any) -> Any:
+    """A schema with the one that it refers to, or that `allOf` has alone, in it.  Args: root: of the whole document."""
+    seen: set[str] = set()
+    while isinstance(schema, dict):
+        target, parts = schema.get("$ref"), schema.get("allOf")
+        if isinstance(target, str) and target.startswith("#") and target not in seen:
+            seen.add(target)
+            name, other = "$ref", at_pointer(root, target.removeprefix("#").removeprefix("/"))
+        elif isinstance(parts, list) and len(parts) == 1:
+            name, other = "allOf", parts[0]
+        else:
+            break
+        if not isinstance(other, dict):
+            break
+        schema = other | {key: value for key, value in schema.items() if key != name}
+    return schema
+
+
+def types_of(schema: Any, root: Any) -> set[str]:
+    """The types that a value may have; empty: any.  Where a string is among them, it is text, and no JSON."""
+    found: set[str] = set()
+    waiting, seen = [schema], set[str]()
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict) or (str(one.get("$ref", "")) in seen):
+            continue
+        seen |= {one["$ref"]} if isinstance(one.get("$ref"), str) else set()
+        one = resolved(one, root)
+        kind = one.get("type")
+        kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
+        if not kinds and (texts := _listed(one)) is not None:
+            kinds = {"null" if text is None else "string" for text in texts}
+        found |= kinds
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += one[name] if isinstance(one.get(name), list) else ()
+    return found
+
+
+def _listed(schema: Mapping[str, Any]) -> list[str | None] | None:
+    """The only texts that a parameter may have, and None for null; None: any, or others."""
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return listed if listed and all(isinstance(one, str) for one in listed) else None
+    is_known = isinstance(listed, list) and listed and all(one is None or isinstance(one, str) for one in listed)
+    return listed if is_known else None
+
+
+def _texts_of(schema: Any, root: Any) -> list[str] | None:
+    """The only texts that a parameter may have, as they are written; None: any."""
+    alternatives = [schema] if "enum" in schema else next(
+        (schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [schema])
+    found: list[str] = []
+    for one in alternatives:
+        one = resolved(one, root)
+        listed = [None] if one == {"type": "null"} else _listed(one) if isinstance(one, dict) else None
+        if listed is None:
+            return None
+        found += ["null" if text is None else text for text in listed]
+    return found or None
 
 
 def thinking_rules(markers: Markers, opening: str, closing: str, begun: bool | None) -> list[str]:

@@ -206,7 +206,7 @@ class ParsedOutput:
         """
         parts = self._parser.feed(text)
         if reason is not None:
-            parts += self._parser.end()
+            parts += self._parser.end(is_cut=reason != "stop")
         if self._hides_reasoning:
             parts = list(without_reasoning(parts))
         for place, part in enumerate(parts):

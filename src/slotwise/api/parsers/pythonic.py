@@ -24,6 +24,8 @@ NAME = re.compile(r"[\w.-]+")
 PLAIN = re.compile(rf"[^\"'()\[\]{{}},\\{ANY}]+")
 IN_STRING = re.compile(rf"[^\"'\\{ANY}]+")
 OPENING, CLOSING = "([{", ")]}"
+STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
+BREAKS = re.compile(r"\\.|\n", re.DOTALL)
 MAX_VALUE = 1 << 16  # characters of an argument
 
 
@@ -154,13 +156,18 @@ class PythonCalls(FormatParser):
         if len(text) > MAX_VALUE:
             return json.dumps(text, ensure_ascii=False)
         try:
-            return dumped(json.loads(text, parse_constant=_no_constant))
+            return dumped(json.loads(text, parse_constant=_no_constant, strict=False))
         except (ValueError, RecursionError):
             pass
         try:
-            return dumped(ast.literal_eval(text))
+            return dumped(ast.literal_eval(STRING.sub(lambda found: BREAKS.sub(_escaped, found[0]), text)))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A line break as Python has it in a string of one line; what is escaped as it is."""
+    return "\\n" if found[0] == "\n" else found[0]
 
 
 def _no_constant(name: str) -> NoReturn:

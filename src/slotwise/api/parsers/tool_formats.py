@@ -70,7 +70,7 @@ FORMATS: dict[str, Format] = {
     "muse": Format("Muse Glimmer", XmlCalls, _invoke(
         "atem:", ("<atem:function_calls>", "</atem:function_calls>"))),
     "minicpm5": Format("MiniCPM 5", XmlCalls, Xml(
-        '<function name="', '"', '<param name="', '"', "</param>", "</function>", "", ">")),
+        '<function name="', '"', '<param name="', '"', "</param>", "</function>", "", ">", has_cdata=True)),
     "kimi_k3": Format("Kimi K3", XmlCalls, Xml(
         '<|open|>call tool="', '"', '<|open|>argument key="', '"', "<|close|>argument<|sep|>",
         "<|close|>call<|sep|>", tag_end="<|sep|>", around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"))),

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from slotwise.api.parsers.base_parser import ANY, BREAK, FormatParser, Markers, Parameters, Syntax, Tools, Waiting
+from slotwise.api.parsers.call_grammar import resolved, types_of
 from slotwise.api.parsers.json_calls import dumped
 
 NAME = re.compile(rf"[^<>\n\"{ANY}]+")
@@ -59,6 +60,7 @@ class Xml(NamedTuple):
     around: tuple[str, str] = ("", "")  # marks that stand around all calls, or may
     has_breaks: bool = False  # a value stands on lines of its own
     is_lenient: bool = False  # a value ends where the next parameter begins, or the call ends, too
+    has_cdata: bool = False  # a value may be a section of CDATA
 
     @property
     def syntax(self) -> Syntax | None:
@@ -115,7 +117,8 @@ class XmlCalls(FormatParser):
             is_whole = yield from reader.skip(end)
         else:
             yield from reader.spaces()
-            is_whole = bool((yield from reader.at(layout.parameter, layout.end))) or not (yield from reader.peek())
+            is_whole = bool((yield from reader.at(layout.parameter, layout.end))) or not (
+                (yield from reader.peek()) or reader.is_cut)
         if is_whole and layout.tag_end:
             yield from reader.all_of(ATTRIBUTES)
             is_whole = yield from reader.skip(layout.tag_end)
@@ -140,8 +143,6 @@ class XmlCalls(FormatParser):
         return key.strip(), attributes
 
     def _parameters(self, schema: Mapping[str, Any]) -> Waiting[None]:
-        types = schema.get("properties")
-        types = types if isinstance(types, dict) else {}
         reader, layout = self.reader, self.layout
         self._argue("{")
         separator = ""
@@ -155,17 +156,17 @@ class XmlCalls(FormatParser):
                 break
             self._argue(f"{separator}{_written(key)}: ")
             separator = ", "
-            kind = _told(attributes, types.get(key))
-            if not (yield from (self._text() if _types(kind) == TEXT else self._value(kind))):
+            types = _told(attributes, types_of(_property(schema, key, schema), schema))
+            if not (yield from (self._text() if types == TEXT else self._value(types))):
                 return  # the output was cut
-        yield from reader.skip(layout.end)
-        self._argue("}")
+        if (yield from reader.skip(layout.end)) or not reader.is_cut:
+            self._argue("}")
 
-    def _value(self, schema: Any) -> Waiting[bool]:
+    def _value(self, types: set[str]) -> Waiting[bool]:
         parts: list[str] = []
         is_whole = yield from self._raw(parts.append)
         if is_whole:
-            self._argue(_meant(self.markers.spelled("".join(parts)), schema))
+            self._argue(_meant(self.markers.spelled("".join(parts)), types))
         return is_whole
 
     def _text(self) -> Waiting[bool]:
@@ -182,7 +183,7 @@ class XmlCalls(FormatParser):
         if layout.has_breaks:
             yield from reader.skip("\n")
             closings.append("\n" + layout.value_end)
-        if (yield from reader.skip(CDATA[0])):
+        if layout.has_cdata and (yield from reader.skip(CDATA[0])):
             return bool((yield from reader.until(emit, CDATA[1] + layout.value_end)))
         others = ["\n" + layout.parameter, "\n" + layout.end, layout.end] if layout.is_lenient else []
         found = yield from reader.until(emit, *closings, *others)
@@ -238,11 +239,11 @@ class NestedXmlCalls(FormatParser):
             if element is None:
                 return  # the output was cut, or is nested too deeply
             key, content = element
-            of_key = _property(schema, key)
-            self._argue(f"{separator}{_written(key)}: {_json_of(content, of_key)}")
+            of_key = _property(schema, key, schema)
+            self._argue(f"{separator}{_written(key)}: {_json_of(content, of_key, schema)}")
             separator = ", "
-        yield from self.reader.skip(mark + "</invoke>")
-        self._argue("}")
+        if (yield from self.reader.skip(mark + "</invoke>")) or not self.reader.is_cut:
+            self._argue("}")
 
     def _element(self, mark: str, depth: int) -> Waiting[tuple[str, Content] | None]:
         """Reads an element: its key, and its text or its elements; None: it has no end, or too many others in it."""
@@ -266,51 +267,41 @@ class NestedXmlCalls(FormatParser):
         return None
 
 
-def _property(schema: Any, key: str) -> Any:
+def _property(schema: Any, key: str, root: Any) -> Any:
+    """The schema of a property.  Args: root: of the tool, which other schemas in it refer to."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties.get(key) if isinstance(properties, dict) else None
+    return resolved(properties.get(key), root) if isinstance(properties, dict) else None
 
 
-def _json_of(content: Content, schema: Any) -> str:
+def _json_of(content: Content, schema: Any, root: Any) -> str:
     """The JSON of an element: a list where its elements are items, an object where they are others, else its text."""
     if isinstance(content, str):
-        empty = [EMPTY[kind] for kind in _types(schema) if kind in EMPTY and not content.strip()]
-        return empty[0] if empty else _meant(content, schema)
+        types = types_of(schema, root)
+        empty = [EMPTY[kind] for kind in types if kind in EMPTY and not content.strip()]
+        return empty[0] if empty else _meant(content, types)
     if all(key == "item" for key, _ in content):
-        items = schema.get("items") if isinstance(schema, dict) else None
-        return f"[{', '.join([_json_of(one, items) for _, one in content])}]"
-    return "{" + ", ".join([f"{_written(key)}: {_json_of(one, _property(schema, key))}" for key, one in content]) + "}"
+        items = resolved(schema.get("items"), root) if isinstance(schema, dict) else None
+        return f"[{', '.join([_json_of(one, items, root) for _, one in content])}]"
+    return "{" + ", ".join([f"{_written(key)}: {_json_of(one, _property(schema, key, root), root)}"
+                            for key, one in content]) + "}"
 
 
-def _told(attributes: str, schema: Any) -> Any:
-    """The schema of a value, as far as the attributes of its element say; else the tool's."""
+def _told(attributes: str, types: set[str]) -> set[str]:
+    """The types of a value, as far as the attributes of its element say; else those of the tool's schema."""
     if 'string="true"' in attributes or 'type="string"' in attributes:
-        return {"type": "string"}
-    return {} if "string=" in attributes or "type=" in attributes else schema
+        return TEXT
+    return set() if "string=" in attributes or "type=" in attributes else types
 
 
 def _written(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any) -> set[str]:
-    """The types that a value may have; empty: any."""
-    if not isinstance(schema, dict):
-        return set()
-    kind = schema.get("type")
-    types = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
-    for name in ("anyOf", "oneOf"):
-        for one in schema[name] if isinstance(schema.get(name), list) else ():
-            types |= _types(one)
-    return types
-
-
-def _meant(text: str, schema: Any) -> str:
-    """The JSON that a parameter's text means: itself where it is JSON that the schema allows, else a string.
+def _meant(text: str, types: set[str]) -> str:
+    """The JSON that a parameter's text means: itself where it is JSON that its types allow, else a string.
 
     Objects and lists may be Python's: some templates write those of earlier turns so.
     """
-    types = _types(schema)
     stripped = text.strip()
     try:
         value = WORDS[stripped] if stripped in WORDS else json.loads(stripped, parse_constant=str)

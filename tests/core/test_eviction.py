@@ -194,11 +194,23 @@ PROMPTS = st.lists(st.tuples(
     st.sampled_from(("t", "u"))), min_size=1, max_size=16)
 
 
+@pytest.mark.parametrize(("share", "found"), [(1.0, 12), (0.5, 12), (0.25, 0), (0.0, 0)])
+@pytest.mark.parametrize("policy", [HINTED, PREDICTED])
+def test_a_share_that_changes_drops_only_what_exceeds_it(policy, share, found):
+    driver = driver_of(policy)
+    served(driver, "kept", 1, 3, retain=50.0)
+    driver.limits = replace(driver.limits, tenant_cache_share=share)
+    driver.configure(driver.discipline, driver.limits.max_num_seqs, 60)
+    for number in range(4):
+        served(driver, f"n{number}", 10 + number, 4)
+    assert served(driver, "again", 1, 3) == found
+
+
 @settings(max_examples=60, deadline=None)
 @given(PROMPTS, st.sampled_from(EVICTION_POLICIES), st.sampled_from(EVICTION_POLICIES), st.sampled_from((0.2, 1.0)),
-       st.sampled_from((0, 3, 15)))
-def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, policy, later, share, on_host):
-    """Also where the order changes while blocks are cached."""
+       st.sampled_from((0.2, 0.4)), st.sampled_from((0, 3, 15)))
+def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, policy, later, share, then, on_host):
+    """Also where the order or the share changes while blocks are cached."""
     driver = Checked(limits(num_blocks=10, max_model_len=25, eviction_policy=policy, tenant_cache_share=share,
                             num_host_blocks=on_host), None, None, times())
     for index, (prompt, session, retain, tenant) in enumerate(prompts):
@@ -207,7 +219,7 @@ def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, pol
         driver.add(new)
         if index == len(prompts) // 2:
             driver.run()
-            driver.limits = replace(driver.limits, eviction_policy=later)
+            driver.limits = replace(driver.limits, eviction_policy=later, tenant_cache_share=then)
             driver.configure(driver.discipline, driver.limits.max_num_seqs, 60)
         if index % 3 == 2:
             driver.plan()
@@ -216,7 +228,7 @@ def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, pol
     driver.scheduler.check()
     order, below = driver.scheduler.kv.pool.cached, driver.scheduler.kv.host.order
     if isinstance(order, Retained):
-        assert all(held <= share * 10 for held in order._num_covered.values())
+        assert all(held <= then * 10 for held in order._num_covered.values())
         driver.scheduler.kv._pop_blocks(10, request("all", [1]), driver.now)
         while len(below):
             below.pop()

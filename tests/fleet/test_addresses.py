@@ -16,13 +16,21 @@ class Recorded:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.left: list[str] = []
+        self.draining: list[str] = []
+        self.may_go = asyncio.Event()
 
     def add(self, name: str, url: str) -> None:
-        assert url == f"http://{name}"
+        assert url == f"http://{name}" and not self.has(name)
         self.names.append(name)
+
+    def has(self, name: str) -> bool:
+        return name in (*self.names, *self.draining)
 
     async def leave(self, name: str, timeout: float) -> None:
         self.names.remove(name)
+        self.draining.append(name)
+        await self.may_go.wait()
+        self.draining.remove(name)
         self.left.append(name)
 
 
@@ -54,6 +62,7 @@ def test_replicas_come_and_go_with_the_hosts_of_their_name(monkeypatch: pytest.M
 
     monkeypatch.setattr(socket, "getaddrinfo", known)
     replicas = Recorded()
+    replicas.may_go.set()
 
     async def follow() -> None:
         following = Addresses(["http://replicas:8000"], replicas)  # type: ignore[arg-type]
@@ -66,3 +75,38 @@ def test_replicas_come_and_go_with_the_hosts_of_their_name(monkeypatch: pytest.M
     asyncio.run(follow())
     assert replicas.names == ["10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"]  # and no host at all changes nothing
     assert replicas.left == ["10.0.0.1:8000"]
+
+
+def test_an_address_that_comes_back_while_its_replica_drains_is_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a name that cannot be resolved for a while keeps its hosts, whatever others say."""
+    monkeypatch.setattr("slotwise.fleet.replicas.EVERY", 0.0)
+    hosts = {"a": ["10.0.0.1", "10.0.0.2"], "b": ["10.0.1.1"]}
+
+    def known(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if not hosts[host]:
+            raise socket.gaierror("not now")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in hosts[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    replicas = Recorded()
+
+    async def until(*names: str) -> None:
+        async with asyncio.timeout(60):
+            while set(replicas.names) != {f"{name}:80" for name in names}:
+                await asyncio.sleep(0.01)
+
+    async def follow() -> None:
+        following = Addresses(["http://a", "http://b"], replicas)  # type: ignore[arg-type]
+        following.begin()
+        await until("10.0.0.1", "10.0.0.2", "10.0.1.1")
+        hosts.update(a=["10.0.0.1"], b=[])
+        await until("10.0.0.1", "10.0.1.1")
+        hosts.update(a=["10.0.0.1", "10.0.0.2"])
+        await asyncio.sleep(0.1)
+        assert replicas.draining == ["10.0.0.2:80"]
+        replicas.may_go.set()
+        await until("10.0.0.1", "10.0.0.2", "10.0.1.1")
+        following.end()
+
+    asyncio.run(follow())
+    assert replicas.left == ["10.0.0.2:80"]

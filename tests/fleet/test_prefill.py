@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,7 +16,7 @@ from slotwise.core.routing.prompt import RoutedRequest
 from slotwise.core.routing.replica import Report
 from slotwise.core.routing.routers import LeastProduct
 from slotwise.fleet.door import PrefillQueue
-from slotwise.fleet.forward import _for_prompt, _has_one_prompt
+from slotwise.fleet.forward import Prefill, _for_prompt, _has_one_prompt
 
 SENDS, RECEIVES = Report(4, sends_prompts=True, kv_host="h", kv_port=1), Report(4, receives_prompts=True)
 BOTH, ALONE = Report(4, sends_prompts=True, receives_prompts=True), Report(4)
@@ -75,3 +79,43 @@ def test_replicas_are_chosen_by_their_roles():
     answering = fleet.route(RoutedRequest("c", 500.0), 0.0)
     assert not isinstance(answering, Shed) and answering.lacked("c") == 500.0
     fleet.check()
+
+
+def test_a_second_attempt_has_its_prompt_computed_while_the_first_is_being_given_up():
+    """The first replica was lost before the prompt was computed: nothing is awaited between the attempts."""
+    fleet, sent = Fleet(LeastProduct()), []
+    for name, report in (("p", SENDS), ("d1", RECEIVES), ("d2", RECEIVES)):
+        fleet.add(name)
+        fleet.update(name, report, 0.0)
+
+    @contextlib.asynccontextmanager
+    async def sending(method, path, headers, body):
+        sent.append(json.loads(body)["kv_transfer_params"]["transfer_id"])
+        await asyncio.Event().wait()
+        yield
+
+    upstream = SimpleNamespace(until_lost=contextlib.AsyncExitStack, sending=sending)
+    door = SimpleNamespace(
+        fleet=fleet, prompts=PrefillQueue(), may_transfer=True, settings=SimpleNamespace(kv_transfer_secret="s"),
+        metrics=SimpleNamespace(prefills=Counter(), failed_prefills=0), replicas=SimpleNamespace(
+            upstream=lambda name: upstream), request_of=lambda prompt, name: RoutedRequest(name, 500.0))
+    prefill = Prefill(door, "/v1/completions", {}, b'{"prompt": "a", "max_tokens": 5}', None)
+
+    async def attempts():
+        travelling = []
+        for other in ("d2", "d1"):
+            chosen = fleet.route(RoutedRequest("7", 500.0), 0.0, {other})
+            body, _ = await prefill.begin(chosen.name, "7", ())
+            travelling.append(json.loads(body)["kv_transfer_params"]["transfer_id"])
+            if chosen.name == "d1":
+                prefill.end()
+                fleet.finished("7")
+        await asyncio.sleep(0.01)
+        assert travelling[0] != travelling[1] == sent[-1]
+        prefill.end()
+        await asyncio.sleep(0.01)
+        fleet.finished("7")
+
+    asyncio.run(attempts())
+    fleet.check()
+    assert all(not one.num_sent for one in fleet.replicas)

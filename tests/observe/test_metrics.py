@@ -12,9 +12,20 @@ from support.measured import Measured
 from support.records import record_of
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
+from slotwise.core.cache_causes import FOUND, FOUND_IN_HOST, NEW
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import Copy, Decision, RankSpan, RequestEnd, RowKind, StepRecord, Stop
+from slotwise.core.record import (
+    CacheLookup,
+    Copy,
+    Decision,
+    PromptSpan,
+    RankSpan,
+    RequestEnd,
+    RowKind,
+    StepRecord,
+    Stop,
+)
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_time import Machine, Roofline
@@ -61,8 +72,10 @@ def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
     info.memory = MemoryUse(host=6000)
     measured = Measured(info)
     measured.arrive("a", 20, 100 * MS)
+    spans = (PromptSpan(8, FOUND), PromptSpan(12, FOUND_IN_HOST), PromptSpan(20, NEW))
     measured.stepped(step(
-        150, "a", admitted=("a",), cached=(12,), saves=(Copy(1, 0), Copy(2, 1), Copy(5, 4)), loads=(Copy(3, 1),)))
+        150, "a", admitted=("a",), cached=(12,), saves=(Copy(1, 0), Copy(2, 1), Copy(5, 4)), lookups=(
+            CacheLookup("a", spans),), loads=(Copy(3, 1), Copy(4, 2))))  # of a block in two cache groups
     measured.stepped(step(160, "a", saves=(Copy(6, 2),)))
     seen = samples(measured)
     assert seen["prefix_cache_queries_total"] == 20
@@ -70,7 +83,7 @@ def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
     assert seen["external_prefix_cache_queries_total"] == 20 - 8, "what the device does not have is looked for there"
     assert [seen[f"prompt_tokens_by_source_total[source={source}]"] for source in SOURCES] == [8, 8, 4]
     assert seen["kv_offload_total_bytes_total[transfer_type=GPU_to_CPU]"] == 4000
-    assert seen["kv_offload_total_bytes_total[transfer_type=CPU_to_GPU]"] == 1000
+    assert seen["kv_offload_total_bytes_total[transfer_type=CPU_to_GPU]"] == 2000
 
 
 def test_two_lives() -> None:

@@ -16,7 +16,7 @@ from slotwise.engine.messages import Add, Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.measure.simulate.pace import CostPace
 from slotwise.measure.simulate.simulator import Server, Setup
-from slotwise.observe.prefix_index import MAX_CHANGES, PrefixIndex
+from slotwise.observe.prefix_index import MAX_CHANGES, MAX_OF_BLOCK, PrefixIndex
 
 BLOCK = 4
 LIMITS = SchedulerLimits(max_model_len=96, num_blocks=40, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=16,
@@ -205,3 +205,19 @@ def test_texts_and_tokens_of_different_lengths_are_matched_by_their_shares() -> 
     short.index.expect("b", (600, (7, 8)), 2, 256)  # less than a block is never cached
     short.run()
     assert short.index.changes("", 0).added == []
+
+
+def test_the_ends_of_many_prompts_behind_a_shared_block_are_forgotten() -> None:
+    """A digest that ends within a block counts as the one before, which is never given to others."""
+    play = Play(0)
+    for number in range(5 * MAX_OF_BLOCK):
+        prompt = [1] * 8 + [number + 2, 3]
+        play.server.ask(play.server.machine.now, Add(str(number), RequestSpec(prompt, SamplingSpec(max_tokens=1))))
+        play.index.expect(str(number), (10, (*pieces_of(prompt), 1000 + number)), 10, 2)
+        play.run()
+    play.router.ask()
+    assert len(play.router.pieces) <= MAX_OF_BLOCK + 2 and 1000 + number in play.router.pieces
+    assert max(map(len, play.index._pieces_of.values())) == MAX_OF_BLOCK
+    play.index.forget("")
+    play.router.ask()
+    assert not play.router.pieces

@@ -145,9 +145,9 @@ def _sized(
     room = room_for(longest, kv_blocks.staging_bytes(asked // per_block, per_block))
     # Of what was asked, blocks that no slot can use keep the prefixes of ended requests.
     is_asked = config.kv_cache_memory is not None or config.gpu_memory_utilization is not None
+    is_kept = is_asked and config.enable_prefix_caching and decoder.config.is_causal
     num_blocks = memory_budget.num_blocks(
-        per_block, useful, room.budget,
-        is_capped=not (is_asked and config.enable_prefix_caching and decoder.config.is_causal))
+        per_block, useful, room.budget, is_capped=not is_kept or room.budget == memory_budget.UNLIMITED)
     beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
     num_host_blocks = memory_budget.num_host_blocks(per_block, asked, beside - freed)
     library = kernels.library_bytes(decoder.config.dtype)

@@ -134,6 +134,10 @@ class EvictionOrder(Protocol):
         """A request is about to release all of its blocks."""
         ...
 
+    def share_is(self, share: float) -> None:
+        """Claims of one tenant may cover this share of the tier's blocks from here on."""
+        ...
+
 
 class LeastRecentlyUsed:
     """Cached blocks in the order of their release."""
@@ -167,6 +171,8 @@ class LeastRecentlyUsed:
     def admitted(self, request: Request, found: Sequence[Entry]) -> None: ...
 
     def released(self, request: Request) -> None: ...
+
+    def share_is(self, share: float) -> None: ...
 
 
 class Price:
@@ -251,6 +257,8 @@ class Ranked:
     def admitted(self, request: Request, found: Sequence[Entry]) -> None: ...
 
     def released(self, request: Request) -> None: ...
+
+    def share_is(self, share: float) -> None: ...
 
     def _rank(self, cached: Content) -> float:
         """Returns the rank of a block that becomes cached; the smallest is evicted first."""
@@ -402,6 +410,12 @@ class Retained(Ranked):
 
     def inherit(self, cached: Content, claim: Claim) -> None:
         self._claim(cached, claim)
+
+    def share_is(self, share: float) -> None:
+        self._most = int(self._tier.total * share)
+        for tenant in list(self._of_tenant):
+            while self._num_covered[tenant] > self._most and (claims := self._of_tenant.get(tenant)):
+                self._unclaim(next(iter(claims)))
 
     def _claim(self, cached: Content, claim: Claim) -> None:
         """Set a claim, unless a client's is on the block already that ends later, or has not ended."""

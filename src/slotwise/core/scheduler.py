@@ -142,7 +142,7 @@ class Scheduler:
         self._held: dict[int, tuple[Tokens, Logprobs]] = {}  # outputs kept until a batch that leaves together has ended
         self._drafting = Drafting(self.kv, self.times, proposer)
         self._isolation = PrefillIsolation()
-        self._eviction: tuple[str, float] = ("", 0.0)  # not set
+        self._eviction_policy = ""  # not set
         self._last_victim = -1
         self._num_with_tpot = 0  # unfinished requests with a TPOT objective
         self._arrivals = 0
@@ -150,11 +150,14 @@ class Scheduler:
         self._set_limits(limits, discipline)
 
     def _set_limits(self, limits: SchedulerLimits, discipline: Discipline) -> None:
-        if limits.eviction != self._eviction:
-            self._eviction = limits.eviction
+        policy, share = limits.eviction_policy, limits.tenant_cache_share
+        if policy != self._eviction_policy:
             orders = eviction_orders(limits, self.kv.prefix, self.kv.host.content, self.times)
             self.kv.pool.order_by(orders.device)
             self.kv.host.order_by(orders.host)
+            self._eviction_policy = policy
+        for order in (self.kv.pool.cached, self.kv.host.order):
+            order.share_is(share)
         self.limits = limits
         self._discipline = discipline
         self._chunking = Chunking(limits, discipline, self.policy, self.times)

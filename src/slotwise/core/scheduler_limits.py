@@ -93,11 +93,6 @@ class LiveLimits:
         group=CACHE)
     tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
 
-    @property
-    def eviction(self) -> tuple[str, float]:
-        """The settings that determine the order of eviction."""
-        return self.eviction_policy, self.tenant_cache_share
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenLimits(LiveLimits):

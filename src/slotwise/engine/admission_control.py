@@ -105,6 +105,15 @@ class AdmissionControl(Observer):
         return len(self._waiting)
 
     @property
+    def drain_rate(self) -> float:
+        """Requests per second that leave the queue for a slot; 0: not measured, or nobody waits.
+
+        The rate is measured while there is a queue.  Told at other times, one of long ago would make a router shed for
+        ever whatever might queue and be measured anew.
+        """
+        return self.rate.requests if self.rate.measured and self._waiting else 0.0
+
+    @property
     def is_queueing(self) -> bool:
         """Whether the last step left requests in the queue: the next one's time counts."""
         return self._queueing_since > 0

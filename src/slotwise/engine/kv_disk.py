@@ -229,6 +229,11 @@ class DiskStore:
             self.order = order
             self._claims.clear()
 
+    def share_is(self, share: float) -> None:
+        """Claims of one tenant may cover this share of the blocks that fit."""
+        with self._lock:
+            self.order.share_is(share)
+
     def claim(self, key: bytes, claim: Claim) -> None:
         """Set a claim on a block, or on one that is about to be written, and so on those before it."""
         with self._lock:
@@ -518,7 +523,7 @@ class DiskLink(KVLink):
         self._prefix = scheduler.kv.prefix
         self._new = self._prefix.new_entries = list[Entry]()
         self._limits: SchedulerLimits | None = None
-        self._eviction: tuple[str, float] = ("", 0.0)  # settings of the order of eviction; not set
+        self._eviction_policy = ""  # not set
         self._claimed: list[tuple[Content, Claim]] = []
         self._follow_order()
         self._to_write: deque[_Published] = deque()  # new blocks of each step
@@ -652,11 +657,13 @@ class DiskLink(KVLink):
     def _follow_order(self) -> None:
         """Keep the store's order of eviction, and its claims, as those of the cache in memory."""
         limits, order = self._scheduler.limits, self._scheduler.kv.pool.cached
-        if limits is not self._limits and limits.eviction != self._eviction:
-            self._eviction = limits.eviction
+        if limits is not self._limits and limits.eviction_policy != self._eviction_policy:
+            self._eviction_policy = limits.eviction_policy
             self._claimed.clear()
             order.claims = self._claimed
             self._store.order_by(lambda tier: order_below(limits, tier, self._prefix, self._scheduler.times))
+        if limits is not self._limits:
+            self._store.share_is(limits.tenant_cache_share)
         self._limits = limits
         self._store.order.now = order.now
         for cached, claim in self._claimed:

@@ -99,13 +99,13 @@ class Prefill:
         fields = self._fields(answering, request_id)
         if not fields:
             return self._body, self._headers
-        request = self._door.request_of(self._prompt, f"{request_id}/prompt")
+        transfer_id = secrets.token_hex(16)  # of this attempt: one that was given up may not have ended yet
+        request = self._door.request_of(self._prompt, f"{request_id}/{transfer_id}")
         chosen = fleet.route(request, asyncio.get_running_loop().time(), {*failed, name}, for_prompts=True)
         if isinstance(chosen, Shed):
             return self._body, self._headers
         headers = {**self._headers, HEADER: self._door.settings.kv_transfer_secret}
         self._door.metrics.prefills[chosen.name] += 1
-        transfer_id = secrets.token_hex(16)
         its_turn = self._door.prompts.join(chosen.name, request.request_id)
         self._task = asyncio.create_task(
             self._compute(chosen.name, request.request_id, headers, _for_prompt(fields, transfer_id, self._path)))

@@ -219,6 +219,10 @@ class Replicas:
         """Replicas that are not leaving."""
         return [name for name, kept in self._kept.items() if not kept.is_leaving]
 
+    def has(self, name: str) -> bool:
+        """Whether there is a replica of that name; it may be leaving."""
+        return name in self._kept
+
     def upstream(self, name: str) -> Upstream:
         """The replica of that name, which has reported."""
         upstream = self._kept[name].upstream
@@ -369,6 +373,7 @@ class Addresses:
 
     def __init__(self, urls: Sequence[str], replicas: Replicas) -> None:
         self._urls, self._replicas = urls, replicas
+        self._hosts: dict[str, list[str]] = {}  # by URL, when it could last be resolved
         self._task: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -382,13 +387,15 @@ class Addresses:
 
     async def _follow(self) -> None:
         while True:
-            found = [one for url in self._urls for one in await resolved(url)]
-            known = self._replicas.names
-            for url in dict.fromkeys(found):
-                if _name(url) not in known:
-                    self._replicas.add(_name(url), url)
-            for name in known:
-                if found and name not in map(_name, found):
+            for url in self._urls:
+                if hosts := await resolved(url):
+                    self._hosts[url] = hosts
+            found = {_name(one): one for hosts in self._hosts.values() for one in hosts}
+            for name, url in found.items():
+                if not self._replicas.has(name):  # one that came back while it leaves is added once it has left
+                    self._replicas.add(name, url)
+            for name in self._replicas.names:
+                if name not in found and self._hosts.keys() == set(self._urls):
                     task = asyncio.create_task(self._replicas.leave(name, GONE))
                     self._leaving.add(task)
                     task.add_done_callback(self._leaving.discard)

@@ -508,11 +508,10 @@ class PromptChoices:
         return None
 
 
-def _num_on_disk(spans: Sequence[PromptSpan]) -> int:
-    """Tokens of a prompt that were read from disk."""
+def _num_of(cause: str, spans: Sequence[PromptSpan]) -> int:
+    """Tokens of a prompt with that cause."""
     ends = [0, *[span.end for span in spans]]
-    return sum([end - start for span, start, end in zip(spans, ends, ends[1:], strict=False)
-                if span.cause == cache_causes.FOUND_ON_DISK])
+    return sum([end - start for span, start, end in zip(spans, ends, ends[1:], strict=False) if span.cause == cause])
 
 
 class Metrics(Collector, Observer):
@@ -652,8 +651,9 @@ class Metrics(Collector, Observer):
                                                                                    for plan in step.plans])
         if not (num_saves or admitted):
             return
-        from_disk = sum([_num_on_disk(lookup.spans) for lookup in step.lookups])
-        loaded = num_loads * limits.block_size + from_disk
+        from_host, from_disk = [sum([_num_of(cause, lookup.spans) for lookup in step.lookups])
+                                for cause in (cache_causes.FOUND_IN_HOST, cache_causes.FOUND_ON_DISK)]
+        loaded = from_host + from_disk
         on_device = sum([cached for _, cached in admitted]) - loaded
         queries = sum([num_known for _, num_known in changes.admitted])
         counters["prefix_cache_queries_total"] += queries

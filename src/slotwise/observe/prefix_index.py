@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from slotwise.engine.messages import EngineInfo
 
 MAX_CHANGES = 1 << 16  # remembered; a router that has missed more gets the whole index
+MAX_OF_BLOCK = 64  # pieces of a block
 FADE = 0.99  # decay of the mean tokens of a piece, at each request
 
 
@@ -71,7 +72,7 @@ class PrefixIndex(Observer):
     _version: int = 0
     _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
-    _pieces_of: dict[int, list[int]] = field(default_factory=dict)  # by block
+    _pieces_of: dict[int, dict[int, None]] = field(default_factory=dict)  # by block, the oldest first
     _origin_of: dict[int, Origin] = field(default_factory=dict)  # by piece
     _prompts: dict[int, _Prompt] = field(default_factory=dict)  # by request
 
@@ -130,7 +131,7 @@ class PrefixIndex(Observer):
 
     def _forget_all(self, pieces: Iterable[int]) -> None:
         for piece in pieces:
-            self._pieces_of[self._block_of[piece]].remove(piece)
+            del self._pieces_of[self._block_of[piece]][piece]
             self._forget(piece)
 
     def _forget(self, piece: int) -> None:
@@ -197,7 +198,13 @@ class PrefixIndex(Observer):
             if piece in self._block_of or block == FREED:
                 continue
             self._block_of[piece] = block
-            self._pieces_of.setdefault(block, []).append(piece)
+            # One that ends behind a block counts as the block's: of a prefix that prompts share, one for each prompt.
+            pieces = self._pieces_of.setdefault(block, {})
+            if len(pieces) == MAX_OF_BLOCK:
+                oldest = next(iter(pieces))
+                del pieces[oldest]
+                self._forget(oldest)
+            pieces[piece] = None
             self._origin_of[piece] = prompt.origin
             self._changed(piece, is_added=True)
         if prompt.num_computed == len(prompt.pieces):

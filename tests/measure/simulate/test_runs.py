@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from support.toy import EOS, VOCAB
 
 from slotwise.core.disciplines.batching_settings import Batching
+from slotwise.core.eviction import Retained
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import Inputs, ReceivedBlocks, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.scheduler_limits import SLO, SchedulerLimits
+from slotwise.core.scheduler_limits import EVICTION_POLICIES, SLO, SchedulerLimits
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
@@ -69,7 +70,8 @@ def traffic(drawn: Sequence[Any], *, ends: bool) -> tuple[list[tuple[float, Comm
         prompt = [1] * (4 * shared) + [2 + number % (VOCAB - 2)] * own
         params = SamplingSpec(max_tokens=most, ignore_eos=bool(number % 2), min_tokens=number % 3)
         found.append((at / 1000, Add(number, RequestSpec(
-            prompt, params, number, slo=slo, forced_length=most // 2 if ends else 0, queue_timeout=patience))))
+            prompt, params, number, slo=slo, forced_length=most // 2 if ends else 0, queue_timeout=patience,
+            session=f"s{shared}", retain=4.0 * (number % 3)))))
         outputs[number] = tokens
         if leaves:
             found.append(((at + leaves) / 1000, Finish(number, "abort")))
@@ -82,26 +84,30 @@ def played(commands: Sequence[tuple[float, Command]], setup: Setup, outputs: dic
     server = Server(setup, outputs, [recorder], takes_runs=at_once)
     found = simulate(commands, [server])
     server.engine._scheduler.check()
-    return found, file.lines
+    order = server.engine._scheduler.kv.pool.cached
+    return found, file.lines, sorted(order._claims.values()) if isinstance(order, Retained) else []
 
 
 @pytest.mark.parametrize("batching", BATCHINGS, ids=str)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests_st, st.sampled_from(POLICIES), st.sampled_from([18, 40, 200]), st.booleans(), st.booleans(),
-       st.booleans(), st.sampled_from([0, 10]), st.sampled_from([None, 5.0]), st.booleans())
+       st.booleans(), st.sampled_from([0, 10]), st.sampled_from([None, 5.0]), st.booleans(),
+       st.sampled_from(EVICTION_POLICIES))
 def test_steps_taken_at_once_leave_the_same_event_log(
     batching: Batching, drawn: Sequence[Any], policy: str, blocks: int, ends: bool, known: bool, learns: bool,
-    host: int, stall: float | None, caches: bool,
+    host: int, stall: float | None, caches: bool, order: str,
 ):
-    scheduling = Scheduling(batching, Ordering(policy), max_num_seqs=4, max_num_batched_tokens=24, max_stall_ms=stall)
+    scheduling = Scheduling(batching, Ordering(policy), max_num_seqs=4, max_num_batched_tokens=24, max_stall_ms=stall,
+                            eviction_policy=order)
     limits = replace(LIMITS, num_blocks=blocks, num_host_blocks=host * caches, enable_prefix_caching=caches)
     setup = Setup(limits, scheduling, CostPace(cost), 0, (EOS,), learns=learns)
     commands, outputs = traffic(drawn, ends=ends)
-    changed = Scheduling(Batching(), Ordering("shortest"), max_num_seqs=2, max_num_batched_tokens=24)
+    changed = Scheduling(Batching(), Ordering("shortest"), max_num_seqs=2, max_num_batched_tokens=24,
+                         eviction_policy=order)
     commands = sorted([*commands, (0.2, Configure(changed))], key=lambda one: one[0])
-    (fast, fast_lines), (slow, slow_lines) = (
+    (fast, fast_lines, fast_claims), (slow, slow_lines, slow_claims) = (
         played(commands, setup, outputs if known else {}, at_once=at_once) for at_once in (True, False))
-    assert fast_lines == slow_lines
+    assert fast_lines == slow_lines and fast_claims == slow_claims
     assert fast == slow and figures(list(fast.values())) == figures(list(slow.values()))
 
 
@@ -158,7 +164,7 @@ def test_a_what_if_changes_the_settings_that_held_last():
     commands = [(0.0, Configure(Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=24))), *[
         (0.001 * number, Add(number, RequestSpec([5] * 4, SamplingSpec(max_tokens=9, ignore_eos=True), number)))
         for number in range(1, 9)]]
-    _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
+    _, lines, _ = played(commands, Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
                                       CostPace(cost)), {}, at_once=True)
     answer = what_if([decode(line) for line in lines], {"scheduling_policy": "shortest"}, LatencyLimits())
     assert answer["settings"]["max_num_seqs"] == 2 and answer["settings"]["scheduling_policy"] == "shortest"
@@ -167,7 +173,7 @@ def test_a_what_if_changes_the_settings_that_held_last():
 
 
 def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
-    _, lines = played([(0.0, Add(0, RequestSpec([5] * 4, SamplingSpec(max_tokens=9, ignore_eos=True))))],
+    _, lines, _ = played([(0.0, Add(0, RequestSpec([5] * 4, SamplingSpec(max_tokens=9, ignore_eos=True))))],
                       Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
                             CostPace(cost)), {}, at_once=True)
     entries = [decode(line) for line in lines]

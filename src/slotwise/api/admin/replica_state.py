@@ -74,12 +74,12 @@ async def replica(engine: ServedEngine, limits: RequestLimits, observers: Observ
     adapters = engine.models.adapters
     index.adapters_are({one.number for one in adapters})
     changes: Changes = index.changes(instance, since)
-    timelines, rate = observers.recorder.timelines, limits.admission_control.rate
+    timelines, rate = observers.recorder.timelines, limits.admission_control.drain_rate
     accepts = client.refusal is None and not engine.is_over
     state = ReplicaState(
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
-        timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
+        timelines.num_running, timelines.num_waiting, rate, index.piece_tokens,
         observers.step_times.prediction() if observers.step_times.is_trained else None,
         tuple([AdapterState(one.name, one.module.path, one.module.base_model_name, one.digest) for one in adapters]),
         client.info.limits.max_loras)

@@ -99,9 +99,12 @@ class DecodeRun:
             request.num_scheduled += number
         for index in range(number) if each else sorted({last, *extended, *full}):
             new_blocks: list[NewBlocks] = []
+            planned_at, ended_at = times(index)
+            kv.pool.cached.now = planned_at
             for row in extended.get(index, ()):
                 new_blocks += kv.extend(
-                    self.requests[row], self.starts[row] + index + 1, times(index)[0]) or ()
+                    self.requests[row], self.starts[row] + index + 1, planned_at) or ()
+            kv.pool.cached.now = ended_at
             released, copies = self._scheduler.pop_released_slots(), kv.host.pop_copies()
             for row in full.get(index, ()):
                 self.requests[row].num_computed = self.starts[row] + index + 1

@@ -129,10 +129,10 @@ class _ServerObserver(Observer):
             self._routed.later(due, partial(self._report, report, due))
 
     def _reported(self, num_running: int, num_waiting: int) -> Report:
-        limits, rate = self._limits, self._admission.rate
+        limits = self._limits
         return Report(
             limits.max_num_seqs, limits.max_num_batched_tokens, num_running, num_waiting,
-            rate.requests if rate.measured else 0.0,
+            self._admission.drain_rate,
             prefill_rate(self._routed.pace.predicted, limits.max_num_batched_tokens, num_running),
             max_loras=limits.max_loras)
 

@@ -140,13 +140,17 @@ def test_a_gpus_cache_leaves_room_for_all_graphs(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [{"kv_cache_memory": 30 * GIB}, {"gpu_memory_utilization": 0.6}])
-def test_of_the_memory_that_was_asked_ended_requests_keep_what_no_slot_can_use(gpu, asked):
+def test_of_the_memory_that_was_asked_ended_requests_keep_what_no_slot_can_use(gpu, monkeypatch, asked):
     few = {"model": "any", "max_num_seqs": 1, "max_model_len": 1024}
     model = decoder("cuda", 8e14)
     useful, _ = sized(EngineConfig.of(**few), model)
     kept, used = sized(EngineConfig.of(**few, **asked), model)
     assert useful.num_blocks == 1024 // 64
     assert kept.num_blocks > 100 * useful.num_blocks and 25 * GIB < used.cache < 70 * GIB
+    if "gpu_memory_utilization" in asked:  # before weights are read, nothing is known of what the GPU will have left
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        model.formats, model.adapters = {}, None
+        assert default_sizes.check_sizes(EngineConfig.of(**few, **asked), [model])[0].num_blocks == useful.num_blocks
     for capped in ({"enable_prefix_caching": False}, {}):
         model.config.is_causal = bool(capped)
         assert sized(EngineConfig.of(**few, **asked, **capped), model)[0].num_blocks == useful.num_blocks

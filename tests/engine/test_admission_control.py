@@ -113,6 +113,21 @@ def test_the_time_between_steps_counts_while_somebody_waits() -> None:
     assert queue.control.rate.requests == pytest.approx(1)
 
 
+def test_a_router_is_told_a_rate_only_while_somebody_waits() -> None:
+    """Else one of a time in which nothing started would shed whatever might be measured anew."""
+    queue = Queue()
+    assert queue.control.drain_rate == 0
+    queue.come(3)
+    for _ in range(150):
+        queue.step()
+    queue.step(admit=1)
+    assert 0 < queue.control.drain_rate < 0.1
+    queue.step(admit=2)
+    assert queue.control.drain_rate == 0 and queue.control.rate.measured
+    queue.come()
+    assert queue.control.drain_rate == queue.control.rate.requests > 0
+
+
 def test_what_was_asked_for_holds_whatever_is_measured() -> None:
     queue = Queue(max_requests=3, max_tokens=1000)
     queue.come(4)

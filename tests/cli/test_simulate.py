@@ -47,6 +47,18 @@ def test_sessions_are_replayed_under_each_eviction_policy(tmp_path: Path, capsys
     assert "hindsight" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("arguments", "named"), [
+    (["--sessions", "agents", "--num-prompts", "3"], "--num-prompts"),
+    (["--sessions", "agents", "--ttft-ms", "3"], "--ttft-ms"), (["--sessions", "agents", "--save-workload", "f"],
+                                                                "--save-workload"),
+    (["--cache-share", "0.5"], "--cache-share"), (["--minutes", "5"], "--minutes")])
+def test_what_sessions_or_a_workload_would_ignore_is_refused(
+        arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]):
+    machine = ["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--enable-prefix-caching"]
+    assert main([*machine, *arguments]) == 1
+    assert named in capsys.readouterr().err
+
+
 def test_a_log_is_a_machine_with_its_settings(log: Path, tmp_path: Path):
     assert main(["simulate", "--machine", str(log), *SHORT, "--set", "max_num_seqs=2", "--replicas", "2",
                  "--json", str(tmp_path / "json")]) == 0
@@ -149,6 +161,14 @@ def test_tune_writes_settings_that_serve_reads(tmp_path: Path, capsys: pytest.Ca
     written = dict(line.split(": ") for line in path.read_text().splitlines())
     assert found.max_num_seqs == int(written["max-num-seqs"]) > 2
     assert found.scheduling_policy == written["scheduling-policy"]
+
+
+def test_tune_writes_no_limit_as_serve_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "tuned.yaml"
+    assert main(["tune", *MACHINE, "--max-stall-ms", "0", "--num-prompts", "1", "--slo", "ttft_p95=20ms", "--output",
+                 str(path)]) == 0
+    assert "max-stall-ms: 0\n" in path.read_text()
+    assert build_parser("serve").parse_args(["serve", "--config", str(path)]).max_stall_ms == 0
 
 
 @pytest.mark.parametrize("text", ["ttft=1s", "ttft_p99=1", "ttft_p99=1s,tpot_p50=1s", "itl_p99=1s", "ttft_p0=1s"])

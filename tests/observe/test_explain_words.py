@@ -18,10 +18,10 @@ MS = 1_000_000
 
 
 def explanation(*spans: tuple[str, str, int], ended: bool = True, cached: int = 0, drafts: tuple[int, int] = (0, 0),
-                ) -> Explanation:
+                num_received: int = 0) -> Explanation:
     """Args: spans: each a part, a reason and its milliseconds."""
     request = SimpleNamespace(num_prompt=100, spec=RequestSpec((), SamplingSpec()))
-    timeline: Any = SimpleNamespace(request=request, num_output=7, ended=ended)
+    timeline: Any = SimpleNamespace(request=request, num_output=7, num_received=num_received, ended=ended)
     return Explanation(cast(RequestTimeline, timeline), tuple([
         Span(part, reason, ms * MS, index) for index, (part, reason, ms) in enumerate(spans)]), cached, 0, *drafts)
 
@@ -41,6 +41,13 @@ def test_the_largest_part_comes_first_and_small_ones_together() -> None:
     assert said == ("It took 2.00 s: 1.60 s computing 7 tokens of output; 300 ms waiting for a slot, because all slots "
                     "were taken; 100 ms computing 4 tokens of the prompt (the other 96 were in the cache); and 3.0 ms "
                     "for everything else.")
+
+
+def test_tokens_that_another_engine_computed_are_not_computed_here() -> None:
+    assert sentence(explanation(("prefill", "", 5), num_received=99)) == (
+        "It took 5.0 ms: 5.0 ms computing 1 token of the prompt (the other 99 had been computed by another engine).")
+    assert "(the other 16 were in the cache and 80 had been computed by another engine)" in sentence(
+        explanation(("prefill", "", 5), cached=16, num_received=80))
 
 
 def test_a_request_under_way_and_drafts() -> None:

@@ -12,7 +12,7 @@ from support.measured import Measured
 from support.records import record_of
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
-from slotwise.core.cache_causes import FOUND, FOUND_IN_HOST, NEW
+from slotwise.core.cache_causes import FOUND, FOUND_IN_HOST, FOUND_ON_DISK, NEW, RECEIVED
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import (
@@ -84,6 +84,30 @@ def test_hits_are_told_apart_by_tier_and_copies_are_counted() -> None:
     assert [seen[f"prompt_tokens_by_source_total[source={source}]"] for source in SOURCES] == [8, 8, 4]
     assert seen["kv_offload_total_bytes_total[transfer_type=GPU_to_CPU]"] == 4000
     assert seen["kv_offload_total_bytes_total[transfer_type=CPU_to_GPU]"] == 2000
+
+
+def test_tokens_that_another_engine_computed_come_from_there() -> None:
+    measured = Measured(engine(limits=replace(LIMITS, enable_prefix_caching=True)))
+    measured.arrive("a", 20, 100 * MS)
+    spans = (PromptSpan(4, FOUND), PromptSpan(19, RECEIVED), PromptSpan(20, NEW))
+    measured.stepped(step(150, "a", "a", admitted=("a",), cached=(4,), lookups=(CacheLookup("a", spans),)))
+    measured.stepped(step(160, "a", "a", ended=(RequestEnd("a", "stop", 2),)))
+    seen = samples(measured)
+    assert [seen[f"prompt_tokens_by_source_total[source={source}]"] for source in SOURCES] == [1, 4, 15]
+    assert seen["request_prefill_kv_computed_tokens_sum"] == 1
+
+
+def test_prompts_that_are_not_on_disk_were_looked_up_there() -> None:
+    info = engine(limits=replace(LIMITS, enable_prefix_caching=True))
+    info.has_disk = True
+    measured = Measured(info)
+    for name, spans in (("a", (PromptSpan(20, NEW),)), ("b", (PromptSpan(16, FOUND_ON_DISK), PromptSpan(20, NEW)))):
+        measured.arrive(name, 20, 100 * MS)
+        measured.stepped(step(150, name, name, admitted=(name,), cached=(16 * (name == "b"),),
+                              lookups=(CacheLookup(name, spans),)))
+    seen = samples(measured)
+    assert (seen["external_prefix_cache_queries_total"], seen["external_prefix_cache_hits_total"]) == (40, 16)
+    assert seen["prefix_cache_hits_total"] == 0
 
 
 def test_two_lives() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import time
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.real_weights import find
 from text.conftest import CORPUS, byte_level, metaspace, sentence_pieces
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
@@ -14,7 +18,7 @@ from tokenizers import Tokenizer as Inner
 
 from slotwise import builtin
 from slotwise.text.gguf_tokenizer import DEEPSEEK3, DEEPSEEK_CODER, DIGIT, FALCON, GPT2, GPT4O, LLAMA3, QWEN35
-from slotwise.text.token_cache import Boundaries, TokenCache
+from slotwise.text.token_cache import Boundaries, TokenCache, _any_of, _dividing
 from slotwise.text.tokenizer import Tokenizer
 
 CUTS = int(os.environ.get("SLOTWISE_CUTS", "300"))  # of texts of each tokenizer
@@ -112,6 +116,43 @@ def test_tokens_are_those_of_the_whole_text(kind: str) -> None:
             inner.encode(segment, add_special_tokens=False).ids for segment in missing.segments])
         assert [*boundaries.before, *ids, *boundaries.after] == whole.ids, text
     assert known > CUTS // 50
+
+
+MARKED = st.lists(st.text("ab<>[ ", min_size=1, max_size=5), min_size=1, max_size=8, unique=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(MARKED, st.text("ab<>[ ", max_size=30))
+def test_added_tokens_are_boundaries_that_no_other_reaches_into(contents: list[str], text: str) -> None:
+    inner = byte_level()
+    inner.add_tokens([AddedToken(content, normalized=False) for content in contents])
+    added = list(inner.get_added_tokens_decoder().values())
+
+    def is_reached(content: str) -> bool:
+        return any(before.content.startswith(content, start) or content.startswith(before.content[start:])
+                   for before in added for start in range(1, len(before.content)))
+
+    expected = [token.content for token in added if not token.normalized and not token.content[0].isspace()
+                and not is_reached(token.content)]
+    assert [one for one in _dividing(added, inner) if one in contents] == [one for one in expected if one in contents]
+    if expected:
+        assert [found.start() for found in re.finditer(f"(?={_any_of(expected)})", text)] == [
+            place for place in range(len(text)) if text.startswith(tuple(expected), place)]
+
+
+def test_thousands_of_added_tokens_take_as_long_each_as_hundreds() -> None:
+    """Gemma 3 has 6,415, of which 6,242 begin alike."""
+    seconds = []
+    for count in (300, 6000):
+        inner = byte_level()
+        inner.add_special_tokens([*[f"<unused{number}>" for number in range(count)], "[multimodal]", "<eos>"])
+        began = time.process_time()
+        boundaries = Boundaries(inner)
+        seconds.append((time.process_time() - began) / count)
+        began = time.process_time()
+        assert boundaries._mark is not None and boundaries._mark.search("<" * 100_000 + "<unused7>") is not None
+        seconds.append(time.process_time() - began)
+    assert seconds[2] < 4 * seconds[0] + 1e-4 and seconds[3] < 4 * seconds[1] + 0.05
 
 
 def test_a_turn_is_encoded_alone_and_what_was_not_used_goes_first() -> None:

@@ -312,6 +312,8 @@ def run_throughput(asked: argparse.Namespace) -> int:
     if workload.conversations:
         workload = in_tokens(workload, find_model(asked.model).path)
     if asked.roofline:
+        if asked.event_log:
+            raise ValueError("--roofline writes no event log: leave out --event-log")
         return _run_roofline(asked, workload)
     with (LogFile(asked.event_log, overwrite=asked.overwrite_event_log) if asked.event_log
           else nullcontext()) as file:

@@ -27,7 +27,14 @@ from slotwise.cli.options_of_settings import (
     option_of,
 )
 from slotwise.cli.pull import find_model
-from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+from slotwise.cli.workload_options import (
+    WORKLOAD_OPTIONS,
+    Defaults,
+    add_seed_option,
+    add_workload_options,
+    refuse_beside,
+    workload_of,
+)
 from slotwise.core.policies.policy_settings import POLICIES
 from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.setting_fields import real, whole
@@ -57,6 +64,7 @@ from slotwise.platform.files import write_output
 from slotwise.platform.terminal import duration, plain
 
 MS = 1000.0
+MINUTES = 10.0  # of sessions
 MAX_ADAPTERS = 4096
 MAX_MS = 86_400_000.0
 RETENTION = real(0.001, 86_400)
@@ -190,8 +198,8 @@ def _add_simulate(commands: Commands) -> None:
     command.add_argument("--sessions", metavar="agents|prefixes|FILE", help="in place of a workload: sessions whose "
                          "requests build on one another, drawn or of a trace in Mooncake's form, under each eviction "
                          "policy, next to a bound from hindsight")
-    command.add_argument("--minutes", type=Number(real(0.1, MAX_MINUTES)), default=10.0, metavar="N",
-                         help="with --sessions: minutes of traffic (default: 10)")
+    command.add_argument("--minutes", type=Number(real(0.1, MAX_MINUTES)), metavar="N",
+                         help=f"with --sessions: minutes of traffic (default: {MINUTES:g})")
     command.add_argument("--cache-share", type=Number(real(0.001, 1)), default=None, metavar="SHARE", help="with "
                          "--sessions: the share of all their different blocks that the cache holds (default: the "
                          "machine's cache)")
@@ -266,7 +274,9 @@ def run(asked: argparse.Namespace) -> int:
     if asked.router and asked.replicas == 1:
         raise ValueError("--router chooses among several servers: give --replicas, too")
     if asked.sessions:
+        refuse_beside(asked, "--sessions", (*WORKLOAD_OPTIONS, "ttft_ms", "tpot_ms"))
         return _run_sessions(asked, setup, about)
+    refuse_beside(asked, "a simulation without --sessions", ("minutes", "cache_share"))
     traffic = traffic_of(workload_of(asked, WORKLOAD), setup.adapters.number)
     requests = (_apart if asked.prefill_replicas else _alike)(asked, setup, traffic)
     found = figures(list(requests.values()), _objectives(asked))
@@ -283,7 +293,8 @@ def _run_sessions(asked: argparse.Namespace, setup: Setup, about: str) -> int:
         raise ValueError("--sessions are of one server: leave out --replicas, roles, --event-log and --adapters")
     if not setup.limits.enable_prefix_caching:
         raise ValueError("--sessions compare what a prefix cache finds, and this server has none")
-    sessions = sessions_of(asked.sessions, asked.minutes, asked.seed)
+    minutes = MINUTES if asked.minutes is None else asked.minutes
+    sessions = sessions_of(asked.sessions, minutes, asked.seed)
     limits = setup.limits
     needed = working_set(sessions, limits.block_size)
     if asked.cache_share is not None:
@@ -306,7 +317,7 @@ def _run_sessions(asked: argparse.Namespace, setup: Setup, about: str) -> int:
     console = Console(highlight=False)
     console.print(table)
     console.print(plain("prompt tokens found and computed, and means; hindsight: a bound on what any order finds"))
-    _write(asked.json, {"machine": about, "seed": asked.seed, "sessions": asked.sessions, "minutes": asked.minutes,
+    _write(asked.json, {"machine": about, "seed": asked.seed, "sessions": asked.sessions, "minutes": minutes,
                         "num_blocks": limits.num_blocks, "needed_blocks": needed, "found": found})
     return 0
 
@@ -513,7 +524,8 @@ def run_capacity(asked: argparse.Namespace) -> int:
     console = Console(highlight=False)
     bounds = ""
     if asked.bootstrap:
-        low, high = interval(workload, setup, target, replicas, asked.bootstrap)
+        low, high = ["more than any number" if number is None else number
+                     for number in interval(workload, setup, target, replicas, asked.bootstrap)]
         bounds = f" ({low} to {high} for nine tenths of {asked.bootstrap} resampled workloads)"
     console.print(plain(f"{replicas} replicas of {about}{bounds}"))
     numbers = [number for number in (replicas - 1, replicas, replicas + 1) if number]
@@ -578,7 +590,8 @@ def run_tune(asked: argparse.Namespace) -> int:
     console.print(table)
     console.print(plain("bold: the settings now"))
     if asked.output:
-        lines = [f"{name.replace('_', '-')}: {value}\n" for name, value in best.settings.items()]
+        lines = [f"{name.replace('_', '-')}: {0 if value is None else value}\n"  # 0: no limit
+                 for name, value in best.settings.items()]
         write_output(asked.output, "".join(lines).encode())
         print(f"\nwritten to {asked.output}")
     return 0

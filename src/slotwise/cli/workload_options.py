@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,18 @@ DRAWN = ("input_lengths", "output_lengths")
 SCALED = ("length_scale", "time_scale")
 SHAPE = ("dataset_name", "trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness", "prefix",
          "max_tokens", *SCALED)
+
+
+WORKLOAD_OPTIONS = (
+    "workload", "trace", "num_prompts", "input_lengths", "output_lengths", "arrivals", "request_rate", "burstiness",
+    "prefix", "max_tokens", "length_scale", "time_scale", "save_workload")
+
+
+def refuse_beside(asked: argparse.Namespace, option: str, names: Iterable[str]) -> None:
+    """Raises ValueError if one of the options `names` is given: beside `option` it would change nothing."""
+    for name in names:
+        if getattr(asked, name) is not None:
+            raise ValueError(f"{option} takes no --{name.replace('_', '-')}: leave one of them out")
 
 
 def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = DEFAULTS) -> None:

@@ -660,7 +660,8 @@ class Loaded:
             tensor_parallel_size=decoder.group.size, pipeline_parallel_size=limits.stages,
             speculation=self._speculation(config), expert_layers=tuple(decoder.expert_ends),
             max_adapters=config.max_cpu_loras if config.enable_lora else 0,
-            kv_transfer=config.kv_transfer_config and config.kv_transfer_config.told())
+            kv_transfer=config.kv_transfer_config and config.kv_transfer_config.told(),
+            has_disk=config.kv_disk is not None)
 
     def ready(self) -> Decoder:
         """Returns the model when its kernels are ready, for a rank that samples nothing."""

@@ -190,6 +190,7 @@ class EngineInfo(Struct, tag="ready"):
     expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
     max_adapters: int = 0  # in memory; 0: requests have none
     kv_transfer: KVTransferConfig | None = None  # how prompts travel; None: they do not
+    has_disk: bool = False  # prompts are looked up on disk, too
 
     @property
     def identity(self) -> tuple[object, ...]:

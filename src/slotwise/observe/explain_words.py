@@ -73,8 +73,11 @@ def sentence(explanation: Explanation) -> str:
 def _what(explanation: Explanation, share: Share) -> str:
     request = explanation.timeline.request
     because = f", because {BECAUSE.get(share.reason, share.reason.replace('_', ' '))}" if share.reason else ""
-    computed = max(0, request.num_prompt - explanation.num_cached)
-    of_cached = f" (the other {explanation.num_cached} were in the cache)" if explanation.num_cached else ""
+    cached, received = explanation.num_cached, explanation.timeline.num_received
+    computed = max(0, request.num_prompt - cached - received)
+    others = [f"the other {cached} were in the cache"] if cached else []
+    others += [f"{'' if cached else 'the other '}{received} had been computed by another engine"] if received else []
+    of_cached = f" ({' and '.join(others)})" if others else ""
     return {
         "tokenizing": "reading and tokenizing the request",
         "handing_over": "until the engine had it",

@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from slotwise.core import cache_causes, reasons
 from slotwise.core.reasons import WAITING_FOR_KV
-from slotwise.core.record import Counters, PromptSpan, StepRecord
+from slotwise.core.record import Counters, StepRecord
 from slotwise.core.speculation.speculation_settings import NUM_DRAFTS
 from slotwise.engine.messages import Observer
 from slotwise.engine.scheduling import Scheduling
@@ -31,7 +31,7 @@ from slotwise.observe import step_view
 from slotwise.observe.event_log import Entry, Refusal, RequestEntry
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.lines import tell
-from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
+from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline, num_of
 from slotwise.observe.step_view import KINDS
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ COUNTERS = {
     "prompt_tokens_cached_total": "Prompt tokens found in the prefix cache at the first admission of their request.",
     "prefix_cache_queries_total": "Tokens of admitted requests, looked up in the prefix cache.",
     "prefix_cache_hits_total": "Tokens found in the prefix cache on the device.",
-    "external_prefix_cache_queries_total": "Tokens looked up in host memory: those not found on the device.",
-    "external_prefix_cache_hits_total": "Tokens found in host memory only, and copied back to the device.",
+    "external_prefix_cache_queries_total": "Tokens looked up in host memory or on disk: those not found on the device.",
+    "external_prefix_cache_hits_total": "Tokens found in host memory or on disk only, and copied back to the device.",
     "spec_decode_num_drafts_total": "Rows that verified drafts, summed over steps.",
     "spec_decode_num_draft_tokens_total": "Drafts verified.",
     "spec_decode_num_accepted_tokens_total": "Drafts that were right.",
@@ -200,7 +200,7 @@ class Labeled(NamedTuple):
 TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
 COMPLETE, INCOMPLETE = "complete", "incomplete"  # transfers of prompts
 DISK_EVENTS = ("written", "read", "dropped", "damaged")
-COMPUTED, ON_DEVICE, IN_HOST = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+COMPUTED, ON_DEVICE, ELSEWHERE = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 LABELED = {
     "prompt_tokens_by_source_total": Labeled(
         "source", SOURCES, "Prompt tokens at the first admission of their request: to be computed, found in the prefix "
@@ -508,12 +508,6 @@ class PromptChoices:
         return None
 
 
-def _num_of(cause: str, spans: Sequence[PromptSpan]) -> int:
-    """Tokens of a prompt with that cause."""
-    ends = [0, *[span.end for span in spans]]
-    return sum([end - start for span, start, end in zip(spans, ends, ends[1:], strict=False) if span.cause == cause])
-
-
 class Metrics(Collector, Observer):
     """Reads the entries of a recorder and provides the samples of `/metrics`; observes which engine serves.
 
@@ -640,7 +634,8 @@ class Metrics(Collector, Observer):
             decoding = timeline.last_token_ns - timeline.first_token_ns
             self._observe("request_inference_time_seconds", timeline.last_token_ns - timeline.admitted_ns)
             self._observe("request_decode_time_seconds", decoding)
-            self._number("request_prefill_kv_computed_tokens", request.num_prompt - timeline.num_cached)
+            self._number("request_prefill_kv_computed_tokens",
+                         request.num_prompt - timeline.num_cached - timeline.num_received)
             if num_output > 1:
                 self._observe("request_time_per_output_token_seconds", decoding / (num_output - 1))
 
@@ -651,14 +646,14 @@ class Metrics(Collector, Observer):
                                                                                    for plan in step.plans])
         if not (num_saves or admitted):
             return
-        from_host, from_disk = [sum([_num_of(cause, lookup.spans) for lookup in step.lookups])
+        from_host, from_disk = [sum([num_of(cause, lookup.spans) for lookup in step.lookups])
                                 for cause in (cache_causes.FOUND_IN_HOST, cache_causes.FOUND_ON_DISK)]
         loaded = from_host + from_disk
         on_device = sum([cached for _, cached in admitted]) - loaded
         queries = sum([num_known for _, num_known in changes.admitted])
         counters["prefix_cache_queries_total"] += queries
         counters["prefix_cache_hits_total"] += on_device
-        if limits.num_host_blocks or from_disk:
+        if limits.num_host_blocks or self._info.has_disk:
             counters["external_prefix_cache_queries_total"] += queries - on_device
             counters["external_prefix_cache_hits_total"] += loaded
         self._sources([timeline for timeline, _ in changes.admitted if not timeline.num_preemptions], loaded)
@@ -671,11 +666,12 @@ class Metrics(Collector, Observer):
 
         What a step has loaded is not told by request: it is taken to be theirs, not that of requests that return.
         """
-        found = sum([timeline.cached for timeline in new])
+        found, received = sum([timeline.cached for timeline in new]), sum([timeline.num_received for timeline in new])
         from_host = min(found, loaded)
-        self._count("prompt_tokens_by_source_total", COMPUTED, sum([one.request.num_prompt for one in new]) - found)
+        self._count("prompt_tokens_by_source_total", COMPUTED,
+                    sum([one.request.num_prompt for one in new]) - found - received)
         self._count("prompt_tokens_by_source_total", ON_DEVICE, found - from_host)
-        self._count("prompt_tokens_by_source_total", IN_HOST, from_host)
+        self._count("prompt_tokens_by_source_total", ELSEWHERE, from_host + received)
 
     def _step(self, step: StepRecord) -> None:
         """Observes a step's time and waste.  The executor starts a step when the previous one has ended."""

@@ -9,12 +9,13 @@ A stage begins when the one before has ended; the waits of a `queue` or `preempt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from typing import NamedTuple
 
 import msgspec
 
+from slotwise.core import cache_causes
 from slotwise.core.record import PromptSpan, RequestEnd
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import RequestEntry
@@ -25,6 +26,12 @@ TOKENIZING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
     "tokenizing", "queue", "prefill", "decode", "preempted", "recompute", "sending")
 WAITING = (QUEUE, PREEMPTED)
 NO_SLOT = -1
+
+
+def num_of(cause: str, spans: Sequence[PromptSpan]) -> int:
+    """Tokens of a prompt with that cause."""
+    ends = [0, *[span.end for span in spans]]
+    return sum([end - start for span, start, end in zip(spans, ends, ends[1:], strict=False) if span.cause == cause])
 
 
 class Stage(msgspec.Struct, array_like=True, gc=False):
@@ -82,6 +89,11 @@ class RequestTimeline(msgspec.Struct, gc=False):
     attributed_ns: int = 0  # the waiting before is attributed
 
     # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_received(self) -> int:
+        """Prompt tokens that another engine had computed, at its first admission."""
+        return num_of(cache_causes.RECEIVED, self.prompt_spans)
 
     @property
     def stage(self) -> str:

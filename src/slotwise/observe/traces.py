@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 SPAN = "llm_request"
+OPERATIONS = {"chatcmpl": "chat", "msg": "chat", "resp": "chat", "embd": "embeddings", "rerank": "rerank",
+              "score": "score", "classify": "classify"}  # by what ids of responses begin with; else text_completion
 PATH = "/v1/traces"
 NS = 1e-9
 MAX_COMPLETE = 4096  # completed requests that wait for conversion to spans; more are dropped
@@ -136,7 +138,7 @@ class Traces:
 def _attributes(timeline: RequestTimeline, model_name: str) -> dict[str, Any]:
     request, params, stages = timeline.request, timeline.request.spec.params, timeline.closed_stages
     known: dict[str, Any] = {
-        "gen_ai.operation.name": "chat" if request.id.startswith("chatcmpl-") else "text_completion",
+        "gen_ai.operation.name": OPERATIONS.get(request.id.partition("-")[0], "text_completion"),
         "gen_ai.response.model": timeline.request.spec.adapter_name or model_name,
         "gen_ai.response.id": timeline.response_id,
         "gen_ai.response.finish_reasons": (timeline.end_reason,),

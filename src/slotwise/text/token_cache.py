@@ -21,14 +21,17 @@ import json
 import re
 import sys
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import tokenizers
 
 from slotwise.text.linear_rules import LINE_SPLITS, NEUTRAL_SPLITS, written_alike
 
+MAX_MARK = 1024  # characters of an added token; with a longer one no text is cut before any
 SEGMENT = 1024  # characters that a segment has at least, so that a text has few
 MAX_BYTES = 64 << 20  # of all holders' segments
 MAX_BYTES_OF_ONE = MAX_BYTES // 4  # of one holder's
@@ -49,8 +52,8 @@ class Boundaries:
         self._mark: re.Pattern[str] | None = None
         self._line: re.Pattern[str] | None = None
         if not any(token.single_word for token in added):  # such a token depends on what stands next to it
-            if marks := [re.escape(token.content) for token in added if _divides(token, added, inner)]:
-                self._mark = re.compile("|".join(marks))
+            if marks := _dividing(added, inner):
+                self._mark = re.compile(_any_of(marks))
             if _ends_words_at_lines(inner) and not any(
                     token.lstrip or re.search(r"\n[A-Za-z]", token.content) for token in added):
                 self._line = re.compile(LINE)
@@ -73,20 +76,41 @@ class Boundaries:
         return any(one is not None and one.match(text, place) is not None for one in (self._mark, self._line))
 
 
-def _divides(token: tokenizers.AddedToken, added: Sequence[tokenizers.AddedToken],
-             inner: tokenizers.Tokenizer) -> bool:
-    """Whether a text is divided before each occurrence of an added token, whatever stands there."""
-    content = token.content
-    is_matched_first = not token.normalized or (
-        _description(inner.normalizer) == {} and all(other.normalized for other in added))
-    return is_matched_first and not token.lstrip and bool(content) and not content[0].isspace() and not any(
-        _overlaps(other.content, content) for other in added)
+def _dividing(added: Sequence[tokenizers.AddedToken], inner: tokenizers.Tokenizer) -> list[str]:
+    """The added tokens before which a text is divided wherever they occur, whatever stands there."""
+    contents = [token.content for token in added]
+    if max(map(len, contents), default=0) > MAX_MARK:
+        return []
+    rests = sorted({content[start:] for content in contents for start in range(1, len(content))})
+    known = set(rests)
+
+    def is_reached(content: str) -> bool:
+        """Whether an added token may begin before `content` and reach into it."""
+        place = bisect_left(rests, content)
+        return (place < len(rests) and rests[place].startswith(content)) or any(
+            content[:end] in known for end in range(1, len(content) + 1))
+
+    normalized = _description(inner.normalizer) != {} or any(not token.normalized for token in added)
+    return [token.content for token in added
+            if not (token.normalized and normalized) and not token.lstrip and token.content
+            and not token.content[0].isspace() and not is_reached(token.content)]
 
 
-def _overlaps(before: str, content: str) -> bool:
-    """Whether an added token `before` may begin before `content` and reach into it."""
-    return any(before.startswith(content, start) or content.startswith(before[start:])
-               for start in range(1, len(before)))
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern of the places at which one of `texts` stands.
+
+    Where they begin alike it branches once, so that a place takes as long with thousands of them as with a few.
+    """
+    kept: list[str] = []
+    for text in sorted(set(texts)):
+        if not kept or not text.startswith(kept[-1]):  # else the shorter one says enough
+            kept.append(text)
+    if len(kept) == 1:
+        return re.escape(kept[0])
+    shared = next(place for place, (one, other) in enumerate(zip(kept[0], kept[-1], strict=False)) if one != other)
+    branches = [_any_of([text[shared:] for text in some])
+                for _, some in groupby(kept, key=lambda text: text[shared])]
+    return f"{re.escape(kept[0][:shared])}(?:{'|'.join(branches)})"
 
 
 def _ends_words_at_lines(inner: tokenizers.Tokenizer) -> bool:

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lengths import padded_tokens
+from support.records import record_of
 from support.virtual import BLOCK_BYTES, arriving, queued, stand
 
+from slotwise.core.record import RequestEnd, RowKind
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.measure.bench import accounting
 from slotwise.measure.bench.accounting import Accounts, thinned
 from slotwise.measure.bench.comparison import DISCIPLINES
@@ -52,6 +55,22 @@ def test_a_static_batch_returns_as_one() -> None:
     assert entry["e2e"]["max"] == pytest.approx(last)
     assert [tokens for _, tokens in entry["cumulative"]] == [0, 6, 7]
     assert [len(accounts.outputs[number]) for number in range(3)] == [4, 2, 1]
+
+
+def test_steps_with_drafts_are_steps_of_decoding() -> None:
+    """Two drafts, one of them right; then steps without."""
+    accounts = Accounts(SchedulerLimits(max_model_len=64, num_blocks=9, block_size=4, max_num_seqs=1,
+                                        max_num_batched_tokens=64), 0.0)
+    accounts.arrived(0, 4, 0.0)
+    steps = [(0, 4, (), (9,), RowKind.PREFILL), (4, 3, ((7, 8),), (7, 5), RowKind.DECODE),
+             (6, 1, (), (6,), RowKind.DECODE), (7, 1, (), (3,), RowKind.DECODE)]
+    for number, (start, count, drafts, tokens, kind) in enumerate(steps):
+        ended = (RequestEnd(0, "length", 5),) if number == 3 else ()
+        accounts.step(record_of(number, number * 10**9, (number + 1) * 10**9, (0,), (0,), (start,), (count,), tokens=(
+            tokens,), drafts=drafts, kinds=(kind,), ended=ended))
+    entry = accounts.entry()
+    assert accounts.sampled_tokens == entry["output_tokens"] == 5 and entry["decode_steps"] == entry["steps"] == 4
+    assert list(accounts.prompt_times) == [1.0] and list(accounts.decode_times) == [1.0, 1.0]
 
 
 def test_head_of_line_seconds_run_while_a_slot_is_wasted() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from measure.simulate.test_servers import SMALL
 
@@ -27,6 +29,16 @@ def test_the_replicas_found_meet_the_objective_and_one_fewer_do_not():
 def test_an_objective_that_no_number_meets_is_said():
     with pytest.raises(ValueError, match="run alone miss it"):
         fewest(BUSY, SETUP, CapacityTarget(ttft=1e-6))
+
+
+def test_where_other_traffic_is_out_of_reach_no_number_is_told():
+    """One request of 16 misses the objective alone: some samples have it twice."""
+    few = replace(BUSY, requests=tuple([replace(one, num_prompt=5000 if one.number == 7 else one.num_prompt)
+                                        for one in BUSY.requests[:16]]))
+    goal = CapacityTarget(ttft=0.1, share=1 - 1.5 / 16)
+    replicas = fewest(few, SETUP, goal)
+    low, high = interval(few, SETUP, goal, replicas, 12)
+    assert replicas >= 1 and low is not None and high is None
 
 
 def test_resampled_traffic_is_of_the_same_requests_in_other_places():

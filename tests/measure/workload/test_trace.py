@@ -58,6 +58,13 @@ def test_other_columns_and_another_order_do_not_matter(tmp_path: Path) -> None:
     assert read_trace(path).lengths == ((5, 7),)
 
 
+def test_spreadsheets_mark_the_encoding_and_leave_lines_blank(tmp_path: Path) -> None:
+    path = tmp_path / "excel.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + TRACE.replace("\n", "\r\n\r\n", 2).encode() + b"\n\n")
+    (tmp_path / "plain.csv").write_text(TRACE)
+    assert read_trace(path).lengths == read_trace(tmp_path / "plain.csv").lengths
+
+
 @pytest.mark.parametrize(("text", "says"), [
     ("", "must name the columns"), ("a,b\n1,2\n", "must name the columns"), (TRACE.splitlines()[0], "no requests"),
     (TRACE + "9.0,many,1\n", "line 6"), (TRACE + "9.0,1\n", "line 6"), (TRACE + "7.0,1,1\n", "line 6"),

@@ -115,11 +115,13 @@ class Accounts:
             progress = self._unfinished[request_id]
             end = start + count
             kind = HELD if row in held else DECODE if progress.num_prompt <= start == progress.known - 1 else PREFILL
-            samples = samples or kind == HELD or end == progress.known
-            if kind != HELD:
-                progress.computed = end
-                self.sampled_tokens += end == progress.known
-                progress.known += end == progress.known
+            drafts = record.plan.drafts[row] if record.plan.drafts else ()
+            sampled = len(record.result.tokens[row]) if drafts else int(end == progress.known)
+            samples = samples or kind == HELD or sampled > 0
+            if kind != HELD:  # of the drafts, those that were right are computed, and the token behind them is known
+                progress.computed = end - (len(drafts) + 1 - sampled if drafts else 0)
+                self.sampled_tokens += sampled
+                progress.known += sampled
             kinds[kind] += 1
             self._lanes.row(slot, kind, progress.number, count, padding[row])
         self._lanes.end_step(now - self._started_at)

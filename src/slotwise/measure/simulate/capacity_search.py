@@ -16,11 +16,15 @@ from typing import NamedTuple
 from slotwise.measure.simulate.figures import Figures, LatencyLimits, SimulatedRequest, figures
 from slotwise.measure.simulate.simulator import Server, Setup, simulate, traffic_of
 from slotwise.measure.workload.distributions import below, stream
-from slotwise.measure.workload.workloads import Workload, WorkRequest
+from slotwise.measure.workload.workloads import MAX_SECONDS, Workload, WorkRequest
 
 MOST = 1024  # replicas
 HOUR = 3600.0  # seconds
 LOADS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the workload's own rate
+
+
+class OutOfReach(ValueError):
+    """No number of replicas meets an objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,12 @@ def fewest(workload: Workload, setup: Setup, target: CapacityTarget, start: int 
         start: where the search begins.
 
     Raises:
-        ValueError: requests that run alone do not meet it, or not even `MOST` replicas do.
+        OutOfReach: requests that run alone do not meet it, or not even `MOST` replicas do.
     """
-    alone = tuple([replace(one, arrives_at=HOUR * one.number) for one in workload.requests])
+    apart = min(HOUR, MAX_SECONDS / len(workload.requests))
+    alone = tuple([replace(one, arrives_at=apart * one.number) for one in workload.requests])
     if not target.met(served(replace(workload, requests=alone), setup, 1)):
-        raise ValueError("no number of replicas meets the objective: requests that run alone miss it")
+        raise OutOfReach("no number of replicas meets the objective: requests that run alone miss it")
 
     def meets(replicas: int) -> bool:
         return target.met(served(workload, setup, replicas))
@@ -72,7 +77,7 @@ def fewest(workload: Workload, setup: Setup, target: CapacityTarget, start: int 
     while not meets(enough):
         too_few, enough = enough, enough * 2
         if enough > MOST:
-            raise ValueError(f"the objective is not met by {MOST} replicas")
+            raise OutOfReach(f"the objective is not met by {MOST} replicas")
     while enough - too_few > 1:
         middle = (enough + too_few) // 2
         if meets(middle):
@@ -113,7 +118,17 @@ def resampled(workload: Workload, seed: int) -> Workload:
     return replace(workload, requests=tuple(drawn))
 
 
-def interval(workload: Workload, setup: Setup, target: CapacityTarget, replicas: int, rounds: int) -> tuple[int, int]:
-    """Returns the fewest replicas of the 5th and the 95th percentile of `rounds` resampled workloads."""
-    found = sorted(fewest(resampled(workload, seed), setup, target, replicas) for seed in range(rounds))
+def interval(workload: Workload, setup: Setup, target: CapacityTarget, replicas: int, rounds: int,
+             ) -> tuple[int | None, int | None]:
+    """Returns the fewest replicas of the 5th and the 95th percentile of `rounds` resampled workloads.
+
+    None where no number suffices: more of the requests that miss the objective alone were drawn.
+    """
+    found: list[int | None] = []
+    for seed in range(rounds):
+        try:
+            found.append(fewest(resampled(workload, seed), setup, target, replicas))
+        except OutOfReach:
+            found.append(None)
+    found.sort(key=lambda number: MOST + 1 if number is None else number)
     return found[round(0.05 * (rounds - 1))], found[round(0.95 * (rounds - 1))]

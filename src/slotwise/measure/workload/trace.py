@@ -60,7 +60,7 @@ def read_trace(
     require_within("a scale of time", time_scale, 0, 1e6)
     require_within("the number of requests", limit, 1, MAX_REQUESTS)
     path = Path(path)
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         rows = list(islice(_rows(file, path), limit))
     if not rows:
         raise ValueError(f"{path}: the trace has no requests")
@@ -97,10 +97,11 @@ def _rows(file: TextIO, path: Path) -> Iterator[tuple[float, int, int]]:
         places = _places(_row(file) or [])
         number += 1
         while (row := _row(file)) is not None:
-            arrived_at, prompt, output = (row[place] for place in places)
-            checked = _checked(_seconds(arrived_at), int(prompt), int(output), last)
-            yield checked
-            last = checked[0]
+            if row:  # else the line is blank
+                arrived_at, prompt, output = (row[place] for place in places)
+                checked = _checked(_seconds(arrived_at), int(prompt), int(output), last)
+                yield checked
+                last = checked[0]
             number += 1
     except (ValueError, IndexError, csv.Error) as error:
         raise ValueError(f"{path}, line {number}: {error}") from None

@@ -15,10 +15,11 @@ from slotwise.compute.kernels.reference import FAILED, allowed_only, draw
 from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
-from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks, RowMasks
+from slotwise.compute.runner.sampling.grammar_masks import MAX_FORCED, Grammars, Masks, RowMasks
 from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingSpec
 from slotwise.core.record import NewRequest, RowKind, StepPlan
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.speculation_settings import MAX_DRAFTS
 
 VOCAB = 299  # no multiple of 32
 EOS = 257
@@ -59,6 +60,22 @@ def allowed(masks: Masks, step: StepPlan) -> list[str]:
         ids = np.flatnonzero(np.unpackbits(selected.bits[0].view(np.uint8), bitorder="little"))
         found.append("".join("$" if token == EOS else "ab " if token == 256 else chr(token) for token in ids))
     return found
+
+
+@pytest.mark.parametrize("text", ["ab" * 20, "ab" * 1000, "é" * 1000])
+def test_of_a_long_text_that_is_forced_only_its_beginning_is_read(text: str) -> None:
+    """All tokens of 80,000 bytes would take 60 ms at every step, and stand in the event log."""
+    compiler = Grammars(tokenizer())
+    masks = Masks(compiler, VOCAB, forces=True)
+    join = joined(masks, compiler, "x|y" + text, ())
+    read: list[int] = []
+    compiler.tokens_of = lambda begin: read.append(len(begin)) or Grammars.tokens_of(compiler, begin)  # type: ignore
+    assert join.request_id == "r"
+    masks.record(plan(0), [(ord("y"),)])
+    (found,) = masks.forced(plan(0), [(ord("y"),)])
+    written = compiler.tokens_of(text.encode()[:200])
+    assert found == tuple(written[: len(found)]) and len(found) == min(MAX_DRAFTS, len(text.encode()))
+    assert all(one <= MAX_FORCED for one in read)
 
 
 def test_positions_behind_drafts_and_rollbacks() -> None:

@@ -146,7 +146,7 @@ export class Rendering {
     const fence = FENCE.exec(last);
     if (fence && !closes(last, fence[1])) return this.#openFence(last, fence);
     this.tail.replaceChildren(rendered(last));
-    if (last.length > LONGEST) {
+    if (!fence && last.length > LONGEST) {
       const node = this.tail.firstChild.firstChild;
       this.open = { node, drawn: this.text.length, end: /(^|\n)[ \t]*\n/ };
     }

@@ -27,7 +27,7 @@ import queue
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from slotwise.compute.runner.sampling.sampler import check_known
 from slotwise.compute.runner.slots import Earlier, NumDrawn, SlotListener
 from slotwise.core.params import Grammar
 from slotwise.core.record import CompiledGrammar, NewRequest, StepPlan, StepResult
+from slotwise.core.speculation.speculation_settings import MAX_DRAFTS
 from slotwise.grammar_compiler import died, message_of
 
 MAX_CACHED = 32  # grammars: one of the largest that the limits allow has taken 19 MB
@@ -137,6 +138,10 @@ class Grammars:
         """The text of tokens, special ones by their names."""
         return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
+    def tokens_of(self, text: bytes) -> list[int]:
+        """The tokens of a text, as the tokenizer writes them."""
+        return list(self._tokenizer.tokenize_bytes(text))
+
     def _run(self, tokenizer: Any) -> None:
         roam()
         if sys.platform == "linux":  # elsewhere it would be the whole process's
@@ -157,6 +162,7 @@ def _add(cache: OrderedDict[Content, Any], content: Content, value: Any, most: i
         cache.popitem(last=False)
 
 
+MAX_FORCED = 1024  # bytes of a forced text that are tokenized, beside the engine's steps
 MOST_FORCED = 16  # rows with grammars: with more, steps have no time for drafts
 
 class RowMasks(NamedTuple):
@@ -199,7 +205,7 @@ class Masks(SlotListener):
         self._texts.pop(request.slot, None)
         if request.spec.params.grammar is not None:
             matcher = self._grammars.matcher(request.request_id)
-            self._texts[request.slot] = _ConstrainedOutput(request, matcher, self._grammars.bytes_of)
+            self._texts[request.slot] = _ConstrainedOutput(request, matcher, self._grammars)
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""
@@ -297,12 +303,12 @@ def _first_output(plan: StepPlan, row: int, num_prompt: int) -> int:
 class _ConstrainedOutput:
     """The output of a request, and its matcher, which has consumed a beginning of it."""
 
-    def __init__(self, request: NewRequest, matcher: Any, bytes_of: Callable[[Sequence[int]], bytes]) -> None:
+    def __init__(self, request: NewRequest, matcher: Any, grammars: Grammars) -> None:
         self.request_id = request.request_id
         self.num_prompt = request.num_prompt
         self.error = ""
         self._grammar = request.spec.params.grammar
-        self._matcher, self._bytes_of = matcher, bytes_of
+        self._matcher, self._grammars = matcher, grammars
         self._outputs = list(request.sampled)
         self._num_consumed = 0
         self._num_held = 0  # leading consumed tokens that are still outputs
@@ -326,10 +332,16 @@ class _ConstrainedOutput:
             self.error = self.error or f"{type(error).__name__}: {error}"
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must follow the outputs, as the tokenizer writes them."""
+        """The first MAX_DRAFTS tokens that must follow the outputs, as the tokenizer writes them."""
         try:
             self._move_to(len(self._outputs))
-            return () if self._matcher.is_stopped() else tuple(self._matcher.compute_ff_tokens())
+            if self._matcher.is_stopped():
+                return ()
+            text = self._matcher.compute_ff_bytes()
+            if len(text) <= MAX_FORCED:
+                return tuple(self._matcher.compute_ff_tokens()[:MAX_DRAFTS])
+            begin = text[:MAX_FORCED].decode(errors="ignore").encode()
+            return tuple(self._grammars.tokens_of(begin)[:-1][:MAX_DRAFTS])  # the last may go on behind it
         except Exception:  # a draft less; the next mask tells what is wrong
             return ()
 
@@ -361,6 +373,6 @@ class _ConstrainedOutput:
         """Why no token may follow the outputs that were consumed and some drafts, and what in the grammar did it."""
         if (grammar := self._grammar) is None:
             return ""
-        output = self._bytes_of([*self._outputs[: self._num_consumed], *drafts])
+        output = self._grammars.bytes_of([*self._outputs[: self._num_consumed], *drafts])
         why = message_of(self._matcher) if self._matcher.is_error() else ""
         return f"{grammar.field}: {died(grammar.kind, grammar.text, output, why)}"

@@ -164,6 +164,13 @@ def test_a_long_answer_is_drawn_in_work_of_bounded_size(page: Any, name: str) ->
     assert len(shown) > 0.6 * len("".join(text.split()))
 
 
+def test_text_right_behind_a_long_block_is_drawn(page: Any) -> None:
+    text = "```\n" + "print(1)\n" * 3000 + "```\nThe function **above** prints a number.\n"
+    found = drawn(page, text, 500)
+    assert "The function above prints a number." in found["text"] and "strong" in found["tags"]
+    assert found["html"] == drawn(page, text, len(text))["html"]
+
+
 def test_an_answer_of_many_events_at_once_is_drawn_and_kept(page: Any) -> None:
     words = [f"word{index} " for index in range(6000)]
     events = [{"id": "chatcmpl-x", "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}],

@@ -165,9 +165,11 @@ def test_a_long_answer_is_drawn_in_work_of_bounded_size(page: Any, name: str) ->
 
 
 def test_text_right_behind_a_long_block_is_drawn(page: Any) -> None:
-    text = "```\n" + "print(1)\n" * 3000 + "```\nThe function **above** prints a number.\n"
-    found = drawn(page, text, 500)
-    assert "The function above prints a number." in found["text"] and "strong" in found["tags"]
+    block = "```\n" + "print(1)\n" * 1999 + "\n```\n"
+    assert len(block) == 90 * 200, "a piece ends with it"
+    text = block + "The function **above** prints a number. " * 40
+    found = drawn(page, text, 200)
+    assert found["text"].count("The function above prints a number.") == 40 and "strong" in found["tags"]
     assert found["html"] == drawn(page, text, len(text))["html"]
 
 

@@ -19,7 +19,6 @@ from slotwise.compute.runner.sampling.grammar_masks import MAX_FORCED, Grammars,
 from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingSpec
 from slotwise.core.record import NewRequest, RowKind, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.speculation.speculation_settings import MAX_DRAFTS
 
 VOCAB = 299  # no multiple of 32
 EOS = 257
@@ -73,8 +72,8 @@ def test_of_a_long_text_that_is_forced_only_its_beginning_is_read(text: str) -> 
     assert join.request_id == "r"
     masks.record(plan(0), [(ord("y"),)])
     (found,) = masks.forced(plan(0), [(ord("y"),)])
-    written = compiler.tokens_of(text.encode()[:200])
-    assert found == tuple(written[: len(found)]) and len(found) == min(MAX_DRAFTS, len(text.encode()))
+    written = Grammars.tokens_of(compiler, text.encode())
+    assert found == tuple(written[: len(found)]) and len(found) == min(MAX_FORCED - 1, len(text.encode()))
     assert all(one <= MAX_FORCED for one in read)
 
 

@@ -40,7 +40,6 @@ from slotwise.compute.runner.sampling.sampler import check_known
 from slotwise.compute.runner.slots import Earlier, NumDrawn, SlotListener
 from slotwise.core.params import Grammar
 from slotwise.core.record import CompiledGrammar, NewRequest, StepPlan, StepResult
-from slotwise.core.speculation.speculation_settings import MAX_DRAFTS
 from slotwise.grammar_compiler import died, message_of
 
 MAX_CACHED = 32  # grammars: one of the largest that the limits allow has taken 19 MB
@@ -162,7 +161,7 @@ def _add(cache: OrderedDict[Content, Any], content: Content, value: Any, most: i
         cache.popitem(last=False)
 
 
-MAX_FORCED = 1024  # bytes of a forced text that are tokenized, beside the engine's steps
+MAX_FORCED = 256  # bytes of a forced text that are tokenized after each step: about as many as a row may have drafts
 MOST_FORCED = 16  # rows with grammars: with more, steps have no time for drafts
 
 class RowMasks(NamedTuple):
@@ -332,16 +331,16 @@ class _ConstrainedOutput:
             self.error = self.error or f"{type(error).__name__}: {error}"
 
     def forced(self) -> tuple[int, ...]:
-        """The first MAX_DRAFTS tokens that must follow the outputs, as the tokenizer writes them."""
+        """The first tokens that must follow the outputs, as the tokenizer writes them."""
         try:
             self._move_to(len(self._outputs))
             if self._matcher.is_stopped():
                 return ()
             text = self._matcher.compute_ff_bytes()
             if len(text) <= MAX_FORCED:
-                return tuple(self._matcher.compute_ff_tokens()[:MAX_DRAFTS])
+                return tuple(self._matcher.compute_ff_tokens())
             begin = text[:MAX_FORCED].decode(errors="ignore").encode()
-            return tuple(self._grammars.tokens_of(begin)[:-1][:MAX_DRAFTS])  # the last may go on behind it
+            return tuple(self._grammars.tokens_of(begin)[:-1])  # the last may go on behind it
         except Exception:  # a draft less; the next mask tells what is wrong
             return ()
 

@@ -167,11 +167,11 @@ def test_fewer_threads_do_the_work_a_forked_process_works_alone_and_its_parent_e
 WHERE = """
 import os, threading, time, torch
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
-from slotwise.compute.kernels.cpu.threads import ASLEEP, roam, thread_pool
+from slotwise.compute.kernels.cpu.threads import roam
 CpuKernels(2).linear(torch.randn(64, 32))(torch.randn(40, 32))
-while thread_pool(2)._shared[ASLEEP] == 0:  # the helper may not even have begun: a leader does not wait for it
-    time.sleep(0.01)
 helper = next(thread for thread in threading.enumerate() if thread.name == "compute-1")
+while os.getpriority(os.PRIO_PROCESS, helper.native_id) != 19:  # it may not have begun: a leader does not wait for it
+    time.sleep(0.01)
 print(os.sched_getaffinity(0) == os.sched_getaffinity(helper.native_id))
 print(os.getpriority(os.PRIO_PROCESS, helper.native_id), os.getpriority(os.PRIO_PROCESS, 0) < 19)
 everywhere, told = os.sched_getaffinity(os.getppid()), []

@@ -286,11 +286,12 @@ class ThreadPool:
 
     def _work(self, place: frozenset[int] | None) -> None:
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # not permitted: the helper keeps its priority
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             if place is not None:
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(0, place)
+            # The priority last, for a busy machine runs it late then.
+            with contextlib.suppress(OSError):  # not permitted: the helper keeps its priority
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         WORK.call(self._address)
 
     def _forget(self) -> None:

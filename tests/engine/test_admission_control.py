@@ -113,8 +113,8 @@ def test_the_time_between_steps_counts_while_somebody_waits() -> None:
     assert queue.control.rate.requests == pytest.approx(1)
 
 
-def test_a_router_is_told_a_rate_only_while_somebody_waits() -> None:
-    """Else one of a time in which nothing started would shed whatever might be measured anew."""
+def test_a_router_is_told_a_rate_only_while_requests_wait() -> None:
+    """After a time in which no request started, the router would otherwise shed every request that could queue."""
     queue = Queue()
     assert queue.control.drain_rate == 0
     queue.come(3)

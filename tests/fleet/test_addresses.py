@@ -78,7 +78,7 @@ def test_replicas_come_and_go_with_the_hosts_of_their_name(monkeypatch: pytest.M
 
 
 def test_an_address_that_comes_back_while_its_replica_drains_is_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a name that cannot be resolved for a while keeps its hosts, whatever others say."""
+    """A name that cannot be resolved for a while keeps its hosts, also if other names can be resolved."""
     monkeypatch.setattr("slotwise.fleet.replicas.EVERY", 0.0)
     hosts = {"a": ["10.0.0.1", "10.0.0.2"], "b": ["10.0.1.1"]}
 

@@ -43,8 +43,8 @@ def test_settings_are_read_from_texts_and_refused_by_name() -> None:
 def application() -> Iterator[str]:
     """Two replicas of the built-in model on a cluster of this process' own, of which no process is left afterwards."""
     before = set(leftovers.running(os.environ[leftovers.MARK]))
-    # Read when it is imported.  A proxy that is not ready in 15 seconds would be killed, and none would follow; of a
-    # busy machine, actors would get a thirtieth, for Ray gives them the lowest priority but four.
+    # Read when it is imported.  A proxy that is not ready in 15 seconds would be killed, and none would follow.
+    # Ray gives actors niceness 15, with which they would get a thirtieth of a busy core.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
                    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
     import ray

@@ -106,10 +106,10 @@ class AdmissionControl(Observer):
 
     @property
     def drain_rate(self) -> float:
-        """Requests per second that leave the queue for a slot; 0: not measured, or nobody waits.
+        """Requests per second that leave the queue for a slot; 0: not measured, or no request waits.
 
-        The rate is measured while there is a queue.  Told at other times, one of long ago would make a router shed for
-        ever whatever might queue and be measured anew.
+        The rate is measured only while requests wait.  If a router were told an old, low rate at other times, it would
+        shed every request that could queue, and the rate would never be measured again.
         """
         return self.rate.requests if self.rate.measured and self._waiting else 0.0
 

@@ -56,8 +56,8 @@ MAX_TOKEN = 1024  # characters of a token, in a vocabulary that is searched for 
 def is_linear(description: dict[str, Any]) -> bool:
     """Whether all rules of a `tokenizer.json` with which it encodes are known ones."""
     return (
-        all(_is_known(rule, NORMALIZERS) for rule in _rules(description.get("normalizer")))
-        and all(_is_known(rule, PRE_TOKENIZERS) for rule in _rules(description.get("pre_tokenizer")))
+        all(_is_known(rule, NORMALIZERS) for rule in rules_in(description.get("normalizer")))
+        and all(_is_known(rule, PRE_TOKENIZERS) for rule in rules_in(description.get("pre_tokenizer")))
         # these two search the text before each occurrence of the token
         and not any(token.get("lstrip") or token.get("single_word") for token in description.get("added_tokens") or ())
         and _is_linear_model(description["model"])
@@ -66,15 +66,15 @@ def is_linear(description: dict[str, Any]) -> bool:
 
 def has_regex(decoder: dict[str, Any] | None) -> bool:
     """Whether a decoder replaces by an unknown regular expression."""
-    return any(not _is_known_pattern(rule.get("pattern")) for rule in _rules(decoder))
+    return any(not _is_known_pattern(rule.get("pattern")) for rule in rules_in(decoder))
 
 
 def num_rules(description: dict[str, Any]) -> int:
     """Returns the rules of a `tokenizer.json`, which are applied one after another."""
-    return sum(1 for stage in STAGES for _ in _rules(description.get(stage)))
+    return sum(1 for stage in STAGES for _ in rules_in(description.get(stage)))
 
 
-def _rules(rule: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def rules_in(rule: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """The rule and all within it."""
     left = [rule] if rule else []
     while left:

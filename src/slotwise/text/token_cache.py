@@ -77,7 +77,7 @@ class Boundaries:
 
 
 def _dividing(added: Sequence[tokenizers.AddedToken], inner: tokenizers.Tokenizer) -> list[str]:
-    """The added tokens before which a text is divided wherever they occur, whatever stands there."""
+    """The added tokens before which a text is always divided, regardless of the text around them."""
     contents = [token.content for token in added]
     if max(map(len, contents), default=0) > MAX_MARK:
         return []
@@ -90,9 +90,10 @@ def _dividing(added: Sequence[tokenizers.AddedToken], inner: tokenizers.Tokenize
         return (place < len(rests) and rests[place].startswith(content)) or any(
             content[:end] in known for end in range(1, len(content) + 1))
 
-    normalized = _description(inner.normalizer) != {} or any(not token.normalized for token in added)
+    # Tokens that are matched in the normalized text come after the others.
+    comes_later = _description(inner.normalizer) != {} or any(not token.normalized for token in added)
     return [token.content for token in added
-            if not (token.normalized and normalized) and not token.lstrip and token.content
+            if not (token.normalized and comes_later) and not token.lstrip and token.content
             and not token.content[0].isspace() and not is_reached(token.content)]
 
 

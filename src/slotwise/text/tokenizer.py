@@ -38,7 +38,7 @@ from slotwise.text.declared_tokens import (
     marks_of,
 )
 from slotwise.text.gguf_tokenizer import read_tokenizer
-from slotwise.text.linear_rules import has_regex, is_linear, num_rules
+from slotwise.text.linear_rules import has_regex, is_linear, num_rules, rules_in
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _STEPS = ("Replace", "ByteFallback", "Fuse")  # SentencePiece's decoder, with or without Strip at its end
@@ -329,8 +329,9 @@ class Tokenizer:
         character of at most four.
         """
         model = self.inner.model
-        normalizers = _steps_of(self.inner.normalizer, "normalizers")
-        splits = _steps_of(self.inner.pre_tokenizer, "pretokenizers")
+        normalizers, splits = [
+            [rule for rule in rules_in(json.loads(part.__getstate__()) if part else None) if rule["type"] != "Sequence"]
+            for part in (self.inner.normalizer, self.inner.pre_tokenizer)]
         has_bytes = isinstance(model, tokenizers.models.BPE) and (
             model.byte_fallback or any(step["type"] == "ByteLevel" for step in splits))
         if not has_bytes or not all(map(_keeps_length, normalizers)) or any(
@@ -498,27 +499,11 @@ def _check_rules(description: dict[str, Any]) -> None:
         raise TokenizerError("its decoder replaces by a regular expression")
     for name in ("normalizer", "decoder"):
         growth = 1.0
-        steps = [description.get(name) or {}]
-        while steps:
-            step = steps.pop()
-            steps += (step.get("normalizers") or []) + (step.get("decoders") or [])
+        for step in rules_in(description.get(name)):
             if "pattern" in step and "content" in step:
                 growth *= max(1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", ""))))
             if max(growth, len(step.get("prepend") or "")) > MAX_GROWTH:
                 raise TokenizerError(f"its {name} writes more than {MAX_GROWTH} characters for one")
-
-
-def _steps_of(part: tokenizers.normalizers.Normalizer | tokenizers.pre_tokenizers.PreTokenizer | None, name: str,
-              ) -> list[dict[str, Any]]:
-    """A part as `tokenizer.json` describes it, as a list.  Args: name: of the steps of a sequence."""
-    waiting: list[dict[str, Any]] = [json.loads(part.__getstate__())] if part is not None else []
-    found = []
-    while waiting:
-        step = waiting.pop(0)
-        inner = step.get(name)
-        waiting = [*inner, *waiting] if inner is not None else waiting
-        found += [step] if inner is None else []
-    return found
 
 
 def _keeps_length(normalizer: Mapping[str, Any]) -> bool:

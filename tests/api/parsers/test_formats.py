@@ -327,7 +327,7 @@ FILE = "<tool_call>\n<function=weather>\n<parameter=city>\n<![CDATA[a]]>\n</para
      [("weather", '{"days": 3')])])
 def test_a_call_that_max_tokens_cuts_is_not_complete(
         tools: str, text: str, content: str, called: list[tuple[str, str]]) -> None:
-    """A client may execute whatever is valid JSON."""
+    """A client may execute any call whose arguments are valid JSON."""
     chosen, written = coded(tools, "", text)
     parser = chosen.parser(TOOLS)
     found = gathered([*parser.feed(written), *parser.end(is_cut=True)])

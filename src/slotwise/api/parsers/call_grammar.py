@@ -161,7 +161,7 @@ def _is_writable(schema: Any, root: Any) -> bool:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """A schema with the one that it refers to, or that `allOf` has alone, in it.  Args: root: of the whole document."""
+    """Merges the schema that `$ref` names, or the only one of `allOf`, into a schema.  Args: root: of the tool."""
     seen: set[str] = set()
     while isinstance(schema, dict):
         target, parts = schema.get("$ref"), schema.get("allOf")
@@ -179,7 +179,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def types_of(schema: Any, root: Any) -> set[str]:
-    """The types that a value may have; empty: any.  Where a string is among them, it is text, and no JSON."""
+    """The types that a value may have; empty: any.  A value that may be a string is written as text, not as JSON."""
     found: set[str] = set()
     waiting, seen = [schema], set[str]()
     while waiting:

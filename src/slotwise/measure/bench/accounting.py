@@ -118,8 +118,8 @@ class Accounts:
             drafts = record.plan.drafts[row] if record.plan.drafts else ()
             sampled = len(record.result.tokens[row]) if drafts else int(end == progress.known)
             samples = samples or kind == HELD or sampled > 0
-            if kind != HELD:  # of the drafts, those that were right are computed, and the token behind them is known
-                progress.computed = end - (len(drafts) + 1 - sampled if drafts else 0)
+            if kind != HELD:
+                progress.computed = record.next_position(row)
                 self.sampled_tokens += sampled
                 progress.known += sampled
             kinds[kind] += 1

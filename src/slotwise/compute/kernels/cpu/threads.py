@@ -289,7 +289,7 @@ class ThreadPool:
             if place is not None:
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(0, place)
-            # The priority last, for a busy machine runs it late then.
+            # The priority comes last: at low priority a busy machine takes long to run the rest.
             with contextlib.suppress(OSError):  # not permitted: the helper keeps its priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         WORK.call(self._address)
